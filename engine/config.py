@@ -1,0 +1,88 @@
+"""Every knob of the engine, once: the reference page's names, order and defaults.
+
+The object a caller makes is never written to; what a model and a device make of it is a `ResolvedConfig`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+
+DEFAULT_MAX_BATCH_TOKENS = 8192
+"""The reference's value; on a CPU the step-time bound of the loop usually cuts in first."""
+DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
+
+
+@pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True))
+class ContinuousBatchingConfig:
+    """How one manager batches, caches and schedules. `None` means "choose for me".
+
+    page_size: tokens per block of the KV cache.
+    num_blocks: blocks in the cache; None sizes it from free memory.
+    max_batch_tokens: tokens computed in one step at most; None is 8192.
+    max_memory_percent: share of free memory the cache may take; None is 0.9, with sampling 0.8, on a CPU 0.6.
+    max_requests_per_batch: requests running at once; None takes the workload hints, else 1024.
+    allow_block_sharing: reuse blocks of equal prefixes.
+    scheduler_type: "fifo" (decode first).
+    safety_margin: share of the blocks below which no further request is admitted; None is 0.15.
+    return_logprobs: log-probabilities for every request that does not say otherwise.
+    seed: derives the seed of requests that bring none; None draws it at random.
+    max_queue_size: requests that may wait; 0 is unlimited.
+    per_request_processors: accept sampling keywords in `add_request(**logit_processor_kwargs)`.
+    """
+
+    page_size: int = Field(default=256, ge=4)
+    num_blocks: int | None = Field(default=None, ge=1)
+    max_batch_tokens: int | None = Field(default=None, ge=1)
+    max_memory_percent: float | None = Field(default=None, gt=0, le=1)
+    max_requests_per_batch: int | None = Field(default=None, ge=1)
+    max_blocks_per_request: int | None = Field(default=None, ge=0)
+    allow_block_sharing: bool = True
+    use_async_batching: bool | None = None
+    use_cuda_graph: bool | tuple[bool, bool] | None = None
+    q_padding_interval_size: int = Field(default=0, ge=0)
+    kv_padding_interval_size: int = Field(default=0, ge=0)
+    varlen_compile_config: Any = None
+    decode_compile_config: Any = None
+    default_compile_level: int = Field(default=0, ge=0, le=3)
+    scheduler_type: str = "fifo"
+    safety_margin: float | None = Field(default=None, ge=0, le=1)
+    return_logprobs: bool = False
+    seed: int | None = None
+    auto_switch_to_flash: bool = True
+    cpu_offload_space: float | None = Field(default=0.0, ge=0)
+    cpu_offload_space_safety_threshold: float = Field(default=0.8, gt=0, le=1)
+    max_queue_size: int = Field(default=0, ge=0)
+    per_request_processors: bool = False
+    drop_unsupported_processors: bool = True
+    disable_nccl_graph_mixing: bool = True
+    cpu_group_timeout: float | None = Field(default=300.0, gt=0)
+    use_default_compile_configs: bool | None = None
+    max_cached_graphs: int | None = None
+    block_size: int | None = Field(default=None, ge=4)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """What one model on one device runs with. Lengths in tokens, times in seconds."""
+
+    page_size: int
+    num_blocks: int
+    max_batch_tokens: int
+    max_requests_per_batch: int
+    max_model_len: int
+    vocab_size: int
+    allow_block_sharing: bool
+    safety_margin: float
+    max_queue_size: int
+    target_step_s: float | None
+    """A step is kept shorter than this by giving it fewer prompt tokens; None does not bound it."""
+    seed: int
+    return_logprobs: bool
+    scheduler_type: Literal["fifo"] = "fifo"
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the whole cache holds."""
+        return self.num_blocks * self.page_size

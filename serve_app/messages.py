@@ -1,0 +1,113 @@
+"""What router, replica and controller exchange: frozen dataclasses, pickled by Ray."""
+
+from dataclasses import dataclass, field
+
+from engine import SamplingParams, WeightSpan, WorkloadHints
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt for one replica. `cache_salt` keeps tenants' prefixes apart."""
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    hints: WorkloadHints = field(default_factory=WorkloadHints)
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """All that is new in one request since the event before it.
+
+    token_ids may be empty in the last event, which alone has a finish_reason (stop, length, cancelled or failed).
+    logprobs is aligned with token_ids where asked for, else empty. weight_versions covers token_ids: spans whose
+    positions count from the start of the request's output.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[float] = field(default_factory=list)
+    weight_versions: tuple[WeightSpan, ...] = ()
+    finish_reason: str | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    replica_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where new weights come from. path: a Hugging Face folder of safetensors that every replica can read."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOrder:
+    """One swap, as the controller sends it to every replica."""
+
+    swap_id: str
+    version: int
+    source: WeightSource
+    in_flight: str = "keep"
+    cast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SwapReply:
+    """A replica's answer to stage, commit or abort. error is one sentence, error_type the class name of engine.errors."""
+
+    replica_id: str
+    version: int
+    ok: bool
+    error: str | None = None
+    error_type: str | None = None
+    tensor: str | None = None
+    staged_s: float = 0.0
+    paused_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwapResult:
+    """What became of a swap: the committed version, and the longest time a replica stood still."""
+
+    version: int
+    previous_version: int
+    replicas: list[str]
+    staged_s: float
+    paused_s: float
+    total_s: float
+    swap_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a replica tells the controller about once a second."""
+
+    replica_id: str
+    version: int
+    state: str
+    """loading, ready, staging, staged, paused, lagging or unhealthy."""
+    source: WeightSource | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedWeights:
+    """What every replica has to serve. source None is the model the application was started with."""
+
+    version: int
+    source: WeightSource | None = None
+    cast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """GET /admin/weights and `pitstop status`."""
+
+    committed: CommittedWeights
+    replicas: list[ReplicaReport]
+    swap_in_progress: str | None = None
