@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, GenerationOutput, RequestStatus, SamplingParams, TokenView, WeightSpan
+from engine.request import (
+    FinishReason,
+    GenerationOutput,
+    RequestStatus,
+    SamplingParams,
+    TokenView,
+    WeightSpan,
+)
 
 
 @dataclass(slots=True, eq=False)

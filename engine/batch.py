@@ -31,7 +31,9 @@ class Batch:
 
 def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
     """Packs single-token rows by length, then the prompt chunks, and clears chunks that are entered for the first time."""
-    singles = sorted((row for row in plan.rows if len(row.token_ids) == 1), key=lambda row: row.end)
+    singles = sorted(
+        (row for row in plan.rows if len(row.token_ids) == 1), key=lambda row: row.end
+    )
     chunked = [row for row in plan.rows if len(row.token_ids) > 1]
     rows = singles + chunked
     ends = np.cumsum([len(row.token_ids) for row in rows])
@@ -45,7 +47,9 @@ def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
     positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
     step = AttentionStep(
         cache=cache,
-        slots_T=to_device(np.concatenate([_slots(row, cache.page_size) for row in rows])),
+        slots_T=to_device(
+            np.concatenate([_slots(row, cache.page_size) for row in rows])
+        ),
         groups=[
             DecodeGroup(
                 start=start,
@@ -65,10 +69,14 @@ def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
             for row, end in zip(chunked, ends[len(singles) :], strict=True)
         ],
     )
-    sampling = [(row, int(end) - 1) for row, end in zip(rows, ends, strict=True) if row.samples]
+    sampling = [
+        (row, int(end) - 1) for row, end in zip(rows, ends, strict=True) if row.samples
+    ]
     return Batch(
         rows=rows,
-        input_ids_1T=to_device([token for row in rows for token in row.token_ids])[None],
+        input_ids_1T=to_device([token for row in rows for token in row.token_ids])[
+            None
+        ],
         position_ids_1T=to_device(positions)[None],
         sampling_rows=[row for row, _ in sampling],
         last_tokens_L=to_device([last for _, last in sampling]),
@@ -76,7 +84,9 @@ def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
     )
 
 
-def _length_groups(singles: list[PlannedRow], chunk_tokens: int) -> Iterator[tuple[int, list[PlannedRow]]]:
+def _length_groups(
+    singles: list[PlannedRow], chunk_tokens: int
+) -> Iterator[tuple[int, list[PlannedRow]]]:
     start = 0
     for index, row in enumerate(singles):
         shortest = -(-singles[start].end // chunk_tokens)
@@ -90,7 +100,9 @@ def _length_groups(singles: list[PlannedRow], chunk_tokens: int) -> Iterator[tup
 def _chunk_ids(row: PlannedRow, cache: KVCache) -> np.ndarray:
     """The chunks that hold the keys of a row, position 0 first."""
     per_block = cache.chunks_per_block
-    ids = np.asarray(row.block_ids, dtype=np.int64)[:, None] * per_block + np.arange(per_block)
+    ids = np.asarray(row.block_ids, dtype=np.int64)[:, None] * per_block + np.arange(
+        per_block
+    )
     return ids.reshape(-1)[: -(-row.end // cache.chunk_tokens)]
 
 
@@ -107,7 +119,10 @@ def _padded_chunk_ids(group: list[PlannedRow], cache: KVCache) -> np.ndarray:
 
 def _slots(row: PlannedRow, page_size: int) -> np.ndarray:
     positions = np.arange(row.start, row.end)
-    return np.asarray(row.block_ids, dtype=np.int64)[positions // page_size] * page_size + positions % page_size
+    return (
+        np.asarray(row.block_ids, dtype=np.int64)[positions // page_size] * page_size
+        + positions % page_size
+    )
 
 
 def _fresh_chunk(row: PlannedRow, cache: KVCache) -> list[int]:

@@ -11,7 +11,13 @@ from transformers import GenerationConfig, PreTrainedModel
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InvalidRequest
 from engine.manager import ContinuousBatchingManager
-from engine.request import FinishReason, GenerationOutput, RequestStatus, SamplingParams, WorkloadHints
+from engine.request import (
+    FinishReason,
+    GenerationOutput,
+    RequestStatus,
+    SamplingParams,
+    WorkloadHints,
+)
 
 _CACHED_MANAGER = "_pitstop_manager"
 
@@ -28,14 +34,21 @@ def init_continuous_batching(
     """
     kept: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
     if kept is None:
-        return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
+        return ContinuousBatchingManager(
+            model, generation_config, continuous_batching_config, workload_hints
+        )
     for name, wanted, present in (
         ("generation_config", generation_config, kept.generation_config),
-        ("continuous_batching_config", continuous_batching_config, kept.continuous_batching_config),
+        (
+            "continuous_batching_config",
+            continuous_batching_config,
+            kept.continuous_batching_config,
+        ),
     ):
         if wanted is not None and wanted != present:
             raise InvalidRequest(
-                f"the model keeps a manager with another {name}; call destroy_cached_continuous_batching_manager first", name
+                f"the model keeps a manager with another {name}; call destroy_cached_continuous_batching_manager first",
+                name,
             )
     return kept
 
@@ -56,7 +69,9 @@ def continuous_batching_context_manager(
     block, timeout: how leaving waits, as in `ContinuousBatchingManager.stop`. When the body raises, requests still in
     flight are ended at once. persistent_manager: leave the manager running, kept on the model.
     """
-    manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+    manager = init_continuous_batching(
+        model, generation_config, continuous_batching_config, workload_hints
+    )
     if warmup:
         manager.warmup()
     if not manager.is_running():
@@ -94,7 +109,10 @@ def generate_batch(
     if not inputs:
         return {}
     lengths = [len(ids) for ids in inputs if isinstance(ids, Sized)]
-    hints = WorkloadHints(max_prompt_length=max(lengths, default=0), max_generated_length=max_new_tokens or 0)
+    hints = WorkloadHints(
+        max_prompt_length=max(lengths, default=0),
+        max_generated_length=max_new_tokens or 0,
+    )
     results: dict[str, GenerationOutput] = {}
     pending = []
     with continuous_batching_context_manager(
@@ -108,14 +126,23 @@ def generate_batch(
         for index, input_ids in enumerate(inputs):
             try:
                 request_id = manager.add_request(
-                    input_ids, max_new_tokens=max_new_tokens, record_timestamps=record_timestamps, sampling=sampling
+                    input_ids,
+                    max_new_tokens=max_new_tokens,
+                    record_timestamps=record_timestamps,
+                    sampling=sampling,
                 )
             except InvalidRequest as error:
-                results[f"refused_{index}"] = _failed(f"refused_{index}", input_ids, str(error))
+                results[f"refused_{index}"] = _failed(
+                    f"refused_{index}", input_ids, str(error)
+                )
             else:
                 pending.append(request_id)
-                results[request_id] = _failed(request_id, input_ids, "the manager stopped before it ended")
-        for request_id in tqdm(pending, disable=not progress_bar, desc="requests", unit="request"):
+                results[request_id] = _failed(
+                    request_id, input_ids, "the manager stopped before it ended"
+                )
+        for request_id in tqdm(
+            pending, disable=not progress_bar, desc="requests", unit="request"
+        ):
             output = manager.get_result(request_id)
             if output is not None:
                 results[request_id] = output
@@ -136,13 +163,17 @@ class ContinuousMixin:
     init_continuous_batching = init_continuous_batching
     continuous_batching_context_manager = continuous_batching_context_manager
     generate_batch = generate_batch
-    destroy_cached_continuous_batching_manager = destroy_cached_continuous_batching_manager
+    destroy_cached_continuous_batching_manager = (
+        destroy_cached_continuous_batching_manager
+    )
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
     """Gives this model the methods of `ContinuousMixin`, in place of transformers' own of the same names; returns it."""
     methods: dict[str, Any] = {
-        name: function for name, function in vars(ContinuousMixin).items() if not name.startswith("__")
+        name: function
+        for name, function in vars(ContinuousMixin).items()
+        if not name.startswith("__")
     }
     for name, function in methods.items():
         setattr(model, name, MethodType(function, model))

@@ -59,7 +59,9 @@ def unsupported_fields(config: GenerationConfig) -> list[str]:
     return found
 
 
-def sampling_defaults(model_config: GenerationConfig, given: GenerationConfig | None) -> tuple[SamplingParams, int | None]:
+def sampling_defaults(
+    model_config: GenerationConfig, given: GenerationConfig | None
+) -> tuple[SamplingParams, int | None]:
     """Gives what fills a request's unset fields, and the total length that `max_length` allows (None: not said).
 
     A field the engine does not apply is refused by name in a config that the caller gave. In the model's own config,
@@ -73,10 +75,19 @@ def sampling_defaults(model_config: GenerationConfig, given: GenerationConfig | 
             param=unsupported[0].split("=")[0],
         )
     if unsupported:
-        logger.warning("the model's generation config sets fields that are not applied fields=%s", ",".join(unsupported))
-    eos = config.eos_token_id if config.eos_token_id is not None else model_config.eos_token_id
+        logger.warning(
+            "the model's generation config sets fields that are not applied fields=%s",
+            ",".join(unsupported),
+        )
+    eos = (
+        config.eos_token_id
+        if config.eos_token_id is not None
+        else model_config.eos_token_id
+    )
     defaults = SamplingParams(
-        temperature=float(config.temperature if config.temperature is not None else 1.0) if config.do_sample else 0.0,
+        temperature=float(config.temperature if config.temperature is not None else 1.0)
+        if config.do_sample
+        else 0.0,
         top_k=_top_k(config),
         top_p=float(config.top_p if config.top_p is not None else 1.0),
         max_new_tokens=config.max_new_tokens,

@@ -46,7 +46,14 @@ class GenerationLoop:
     The scheduler belongs to the loop's thread, and to holders of a pause while it is parked.
     """
 
-    def __init__(self, *, scheduler: Scheduler, runner: Runner, outbox: Outbox, budget: StepBudget) -> None:
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        outbox: Outbox,
+        budget: StepBudget,
+    ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._outbox = outbox
@@ -84,7 +91,10 @@ class GenerationLoop:
         with self._wake:
             self._raise_if_closed()
             if request.request_id in self._active_ids:
-                raise DuplicateRequest(f"request id {request.request_id!r} is in flight; choose another", param="request_id")
+                raise DuplicateRequest(
+                    f"request id {request.request_id!r} is in flight; choose another",
+                    param="request_id",
+                )
             self._active_ids.add(request.request_id)
             self._inbox.append(request)
             self._num_in_inbox += 1
@@ -116,16 +126,22 @@ class GenerationLoop:
     def check_health(self) -> None:
         """Raises EngineDead when the loop ended on an error or hangs in a step."""
         if self.fatal_error is not None:
-            raise EngineDead(f"the generation loop ended: {self.fatal_error}") from self.fatal_error
+            raise EngineDead(
+                f"the generation loop ended: {self.fatal_error}"
+            ) from self.fatal_error
         started = self._step_started
         if started is not None and perf_counter() - started > HANG_S:
-            raise EngineDead(f"a step has been running for {perf_counter() - started:.0f} s")
+            raise EngineDead(
+                f"a step has been running for {perf_counter() - started:.0f} s"
+            )
 
     def acquire_pause(self) -> None:
         """Returns once the loop is parked between two steps. Raises when it does not run or ends meanwhile."""
         with self._wake:
             if not self._is_running:
-                raise EngineStopped("pause() needs a running manager; call start() first")
+                raise EngineStopped(
+                    "pause() needs a running manager; call start() first"
+                )
             self._num_pauses += 1
             self._wake.notify_all()
             self._wake.wait_for(lambda: self._is_parked or not self._is_running)
@@ -142,10 +158,17 @@ class GenerationLoop:
     def change_version(self, version: int, *, in_flight: str) -> None:
         """Starts a weight version; the caller holds a pause."""
         with self._wake:
-            assert self._is_parked, "the weight version changes only while the loop is parked"
+            assert self._is_parked, (
+                "the weight version changes only while the loop is parked"
+            )
             if in_flight == "abort":
                 for request in self._scheduler.requests():
-                    self._scheduler.end(request.request_id, FinishReason.CANCELLED, perf_counter(), error="weights changed")
+                    self._scheduler.end(
+                        request.request_id,
+                        FinishReason.CANCELLED,
+                        perf_counter(),
+                        error="weights changed",
+                    )
                     self._publish([request])
             self._scheduler.set_version(version, recompute=in_flight == "recompute")
             self._num_swaps += 1
@@ -196,8 +219,12 @@ class GenerationLoop:
         started = perf_counter()
         self._is_parked = True
         self._wake.notify_all()
-        while not self._wake.wait_for(lambda: self._num_pauses == 0, timeout=PAUSE_WARNING_S):
-            logger.warning("generation is still paused paused_s=%.0f", perf_counter() - started)
+        while not self._wake.wait_for(
+            lambda: self._num_pauses == 0, timeout=PAUSE_WARNING_S
+        ):
+            logger.warning(
+                "generation is still paused paused_s=%.0f", perf_counter() - started
+            )
         self._is_parked = False
         self._paused_seconds += perf_counter() - started
 
@@ -207,7 +234,9 @@ class GenerationLoop:
             if isinstance(item, ActiveRequest):
                 self._scheduler.add(item)
             else:
-                request = self._scheduler.end(item.request_id, FinishReason.CANCELLED, perf_counter())
+                request = self._scheduler.end(
+                    item.request_id, FinishReason.CANCELLED, perf_counter()
+                )
                 ended += [request] if request is not None else []
         if posted:
             self._refresh_stats()
@@ -230,9 +259,15 @@ class GenerationLoop:
         self._publish(told)
 
     def _publish(self, requests: list[ActiveRequest]) -> None:
-        outputs = [request.take_output() for request in requests if request.streaming or request.status.is_terminal]
+        outputs = [
+            request.take_output()
+            for request in requests
+            if request.streaming or request.status.is_terminal
+        ]
         with self._wake:
-            self._active_ids.difference_update(output.request_id for output in outputs if output.is_finished())
+            self._active_ids.difference_update(
+                output.request_id for output in outputs if output.is_finished()
+            )
         for request_id in self._outbox.deliver(outputs):
             self.cancel(request_id)
 
@@ -249,7 +284,11 @@ class GenerationLoop:
         )
 
     def _end_all(self) -> None:
-        reason = f"the generation loop ended: {self.fatal_error}" if self.fatal_error else "the manager was stopped"
+        reason = (
+            f"the generation loop ended: {self.fatal_error}"
+            if self.fatal_error
+            else "the manager was stopped"
+        )
         with self._wake:
             posted, self._inbox = self._inbox, []
             self._num_in_inbox = 0
@@ -259,7 +298,9 @@ class GenerationLoop:
                 self._scheduler.add(item)
         ended = self._scheduler.requests()
         for request in ended:
-            self._scheduler.end(request.request_id, FinishReason.FAILED, perf_counter(), error=reason)
+            self._scheduler.end(
+                request.request_id, FinishReason.FAILED, perf_counter(), error=reason
+            )
         self._refresh_stats()
         self._publish(ended)
         with self._wake:
@@ -269,6 +310,10 @@ class GenerationLoop:
 
     def _raise_if_closed(self) -> None:
         if self.fatal_error is not None:
-            raise EngineDead(f"the generation loop ended: {self.fatal_error}; start() again or replace the process")
+            raise EngineDead(
+                f"the generation loop ended: {self.fatal_error}; start() again or replace the process"
+            )
         if self._stop is not None:
-            raise EngineStopped("the manager is stopping or was stopped; start() it again to submit requests")
+            raise EngineStopped(
+                "the manager is stopping or was stopped; start() it again to submit requests"
+            )

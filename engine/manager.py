@@ -17,7 +17,12 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from engine.active_request import ActiveRequest
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
-from engine.errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull
+from engine.errors import (
+    ContextLengthExceeded,
+    EngineStopped,
+    InvalidRequest,
+    QueueFull,
+)
 from engine.generation_defaults import as_token_ids, sampling_defaults
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
@@ -56,12 +61,18 @@ class ContinuousBatchingManager:
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
-        self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
+        self.continuous_batching_config = (
+            continuous_batching_config or ContinuousBatchingConfig()
+        )
         self.workload_hints = workload_hints
         own_config = model.generation_config or GenerationConfig()
-        self._defaults, self._max_length = sampling_defaults(own_config, generation_config)
+        self._defaults, self._max_length = sampling_defaults(
+            own_config, generation_config
+        )
         self._layers = probe_layers(model)
-        self.config: ResolvedConfig = resolve_config(self.continuous_batching_config, model, self._layers, workload_hints)
+        self.config: ResolvedConfig = resolve_config(
+            self.continuous_batching_config, model, self._layers, workload_hints
+        )
         self._seeds = random.Random(self.config.seed)
         self._request_numbers = count()
         self._lock = threading.Lock()
@@ -90,14 +101,20 @@ class ContinuousBatchingManager:
             self._was_training = self.model.training
             self.model.eval()
             self._loop.mark_started()
-            self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
+            self._thread = threading.Thread(
+                target=self._loop.run, name="pitstop-generation", daemon=True
+            )
             self._thread.start()
             # A daemon thread ends anywhere, so at exit (or when nobody holds the manager) it is asked to end first.
             weakref.finalize(self, _end_thread, self._loop, self._thread)
 
     def is_running(self) -> bool:
         """True while the generation thread is alive."""
-        return self._thread is not None and self._thread.is_alive() and self._loop.is_running
+        return (
+            self._thread is not None
+            and self._thread.is_alive()
+            and self._loop.is_running
+        )
 
     def stop(
         self,
@@ -112,7 +129,9 @@ class ContinuousBatchingManager:
         prefix cache is dropped at the next start unless `keep_for_next_session`.
         """
         if getattr(self._pauses_of_thread, "count", 0) > 0:
-            raise RuntimeError("stop() was called inside this thread's own pause(); leave the pause first")
+            raise RuntimeError(
+                "stop() was called inside this thread's own pause(); leave the pause first"
+            )
         if self._thread is None:
             logger.warning("manager was never started")
             return
@@ -127,7 +146,10 @@ class ContinuousBatchingManager:
             return
         self._thread.join(timeout)
         if self._thread.is_alive():
-            logger.warning("manager still finishes its requests waited_s=%.1f", perf_counter() - stop_trigger_time)
+            logger.warning(
+                "manager still finishes its requests waited_s=%.1f",
+                perf_counter() - stop_trigger_time,
+            )
             return
         logger.info("manager stopped took_s=%.2f", perf_counter() - stop_trigger_time)
         self.model.train(self._was_training)
@@ -163,7 +185,9 @@ class ContinuousBatchingManager:
         """
         prompt_ids = self._checked_ids(input_ids)
         request_id = self._checked_id(request_id)
-        given = self._merge_sampling(sampling, max_new_tokens, eos_token_id, logit_processor_kwargs)
+        given = self._merge_sampling(
+            sampling, max_new_tokens, eos_token_id, logit_processor_kwargs
+        )
         request = ActiveRequest(
             request_id=request_id,
             prompt_ids=prompt_ids,
@@ -175,7 +199,10 @@ class ContinuousBatchingManager:
         )
         limit = self.config.max_queue_size
         if limit and self._loop.num_waiting >= limit:
-            raise QueueFull(f"{limit} requests wait already, which is max_queue_size; try again later", limit)
+            raise QueueFull(
+                f"{limit} requests wait already, which is max_queue_size; try again later",
+                limit,
+            )
         self._loop.submit(request)
         return request_id
 
@@ -203,7 +230,9 @@ class ContinuousBatchingManager:
         """Ends a request by the end of the step in progress; its terminal output says CANCELLED. Unknown ids: nothing."""
         self._loop.cancel(request_id)
 
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
         """Waits up to `timeout` seconds (None: without limit) for an output, of one request or of any.
 
         None after the timeout, and at once when nothing is stored and the manager does not run.
@@ -222,7 +251,9 @@ class ContinuousBatchingManager:
             if output.is_finished():
                 return
 
-    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], None]
+    ) -> None:
         """Sends each output of a request to `callback`, run in the calling asyncio loop, until the terminal one.
 
         To miss nothing, register first and add the request then. Raises RuntimeError outside of a running loop.
@@ -259,7 +290,13 @@ class ContinuousBatchingManager:
 
     paused = pause
 
-    def commit_weights(self, staged: "StagedWeights", *, version: int | None = None, in_flight: str = "keep") -> float:
+    def commit_weights(
+        self,
+        staged: "StagedWeights",
+        *,
+        version: int | None = None,
+        in_flight: str = "keep",
+    ) -> float:
         """Exchanges the weights at a step boundary and gives the seconds that generation stood still for it.
 
         in_flight: "keep" lets running requests go on over their keys and values, "recompute" computes those anew,
@@ -267,7 +304,10 @@ class ContinuousBatchingManager:
         fails, the old weights are back before generation resumes, and the error is raised.
         """
         if in_flight not in IN_FLIGHT_CHOICES:
-            raise InvalidRequest(f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}", "in_flight")
+            raise InvalidRequest(
+                f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}",
+                "in_flight",
+            )
         with self.pause(weights_changed=False):
             parked = perf_counter()
             self._check_version(version)
@@ -294,9 +334,14 @@ class ContinuousBatchingManager:
     def _make_loop(self) -> GenerationLoop:
         scheduler = Scheduler(self.config)
         scheduler.version = self._version
-        budget = StepBudget(max_batch_tokens=self.config.max_batch_tokens, target_step_s=self.config.target_step_s)
+        budget = StepBudget(
+            max_batch_tokens=self.config.max_batch_tokens,
+            target_step_s=self.config.target_step_s,
+        )
         runner = ModelRunner(self.model, self.config, self._layers)
-        return GenerationLoop(scheduler=scheduler, runner=runner, outbox=self._outbox, budget=budget)
+        return GenerationLoop(
+            scheduler=scheduler, runner=runner, outbox=self._outbox, budget=budget
+        )
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()
@@ -308,7 +353,10 @@ class ContinuousBatchingManager:
 
     def _check_version(self, wanted: int | None) -> None:
         if wanted is not None and wanted <= self._version:
-            raise InvalidRequest(f"version is {wanted}; it must be above the present one, {self._version}", "version")
+            raise InvalidRequest(
+                f"version is {wanted}; it must be above the present one, {self._version}",
+                "version",
+            )
 
     def _change_version(self, wanted: int | None, *, in_flight: str) -> None:
         with self._lock:
@@ -319,14 +367,18 @@ class ContinuousBatchingManager:
     def _checked_ids(self, input_ids: Sequence[int]) -> list[int]:
         values = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
         if not values:
-            raise InvalidRequest("the prompt is empty; it must hold at least one token id", param="input_ids")
+            raise InvalidRequest(
+                "the prompt is empty; it must hold at least one token id",
+                param="input_ids",
+            )
         vocab_size = self.config.vocab_size
         for index, value in enumerate(values):
             if type(value) is not int:
                 values[index] = value = _as_token_id(value, index)
             if not 0 <= value < vocab_size:
                 raise InvalidRequest(
-                    f"input_ids[{index}] is {value}; ids of this model are 0 to {vocab_size - 1}", param="input_ids"
+                    f"input_ids[{index}] is {value}; ids of this model are 0 to {vocab_size - 1}",
+                    param="input_ids",
                 )
         return values
 
@@ -334,7 +386,10 @@ class ContinuousBatchingManager:
         if request_id is None:
             return f"req_{next(self._request_numbers)}"
         if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequest(f"request_id is {request_id!r}; it must be a non-empty string", param="request_id")
+            raise InvalidRequest(
+                f"request_id is {request_id!r}; it must be a non-empty string",
+                param="request_id",
+            )
         return request_id
 
     def _merge_sampling(
@@ -347,10 +402,16 @@ class ContinuousBatchingManager:
         """One set of parameters from the three ways to give them; the same one twice is refused."""
         unknown = sorted(set(keywords) - set(PROCESSOR_KEYWORDS))
         if unknown:
-            raise InvalidRequest(f"{unknown[0]} is not a parameter of add_request; use sampling=SamplingParams(...)", unknown[0])
+            raise InvalidRequest(
+                f"{unknown[0]} is not a parameter of add_request; use sampling=SamplingParams(...)",
+                unknown[0],
+            )
         if keywords and not self.continuous_batching_config.per_request_processors:
             name = next(iter(keywords))
-            raise InvalidRequest(f"{name} needs per_request_processors=True, or give it in sampling=SamplingParams(...)", name)
+            raise InvalidRequest(
+                f"{name} needs per_request_processors=True, or give it in sampling=SamplingParams(...)",
+                name,
+            )
         extra = dict(keywords)
         if max_new_tokens is not None:
             extra["max_new_tokens"] = max_new_tokens
@@ -359,10 +420,15 @@ class ContinuousBatchingManager:
         sampling = sampling or SamplingParams()
         for name in extra:
             if getattr(sampling, name) is not None:
-                raise InvalidRequest(f"{name} is given twice, in sampling and beside it; give it once", param=name)
+                raise InvalidRequest(
+                    f"{name} is given twice, in sampling and beside it; give it once",
+                    param=name,
+                )
         return replace(sampling, **extra)
 
-    def _filled_sampling(self, given: SamplingParams, prompt_length: int) -> SamplingParams:
+    def _filled_sampling(
+        self, given: SamplingParams, prompt_length: int
+    ) -> SamplingParams:
         """Fills what the request leaves open; refuses what can never fit the model or the whole cache."""
         limit = self.config.max_model_len
         room = min(limit, self._max_length or limit) - prompt_length
@@ -375,7 +441,11 @@ class ContinuousBatchingManager:
             )
         with self._lock:
             seed = self._seeds.getrandbits(63)
-        here = SamplingParams(max_new_tokens=max_new_tokens or room, seed=seed, logprobs=self.config.return_logprobs)
+        here = SamplingParams(
+            max_new_tokens=max_new_tokens or room,
+            seed=seed,
+            logprobs=self.config.return_logprobs,
+        )
         return given.filled_from(here).filled_from(self._defaults)
 
 
@@ -385,7 +455,9 @@ def _as_token_id(value: object, index: int) -> int:
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]  # whatever it is: TypeError when it is no integer
     except TypeError:
-        raise InvalidRequest(f"input_ids[{index}] is {value!r}; it must be an integer", param="input_ids") from None
+        raise InvalidRequest(
+            f"input_ids[{index}] is {value!r}; it must be an integer", param="input_ids"
+        ) from None
 
 
 def _end_thread(loop: GenerationLoop, thread: threading.Thread) -> None:

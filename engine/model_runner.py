@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.attention.interface import STEP_ARGUMENT, attention_configs, run_attention, use_step
+from engine.attention.interface import (
+    STEP_ARGUMENT,
+    attention_configs,
+    run_attention,
+    use_step,
+)
 from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
@@ -23,13 +28,24 @@ logger = logging.getLogger(__name__)
 class ModelRunner:
     """Owns the cache's tensors. One thread at a time; nothing is in flight between two calls."""
 
-    def __init__(self, model: PreTrainedModel, config: ResolvedConfig, layers: Sequence[LayerShape]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ResolvedConfig,
+        layers: Sequence[LayerShape],
+    ) -> None:
         self._model = model
         self._config = config
         self._configs = attention_configs(model)
-        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._takes_rows = (
+            "logits_to_keep" in inspect.signature(model.forward).parameters
+        )
         self._cache = KVCache(
-            layers, num_blocks=config.num_blocks, page_size=config.page_size, dtype=model.dtype, device=model.device
+            layers,
+            num_blocks=config.num_blocks,
+            page_size=config.page_size,
+            dtype=model.dtype,
+            device=model.device,
         )
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
@@ -44,10 +60,23 @@ class ModelRunner:
             raise EngineDead(f"the device failed: {error}") from error
         except Exception as error:
             if len(plan.rows) == 1:
-                logger.exception("request failed alone request_id=%s", plan.rows[0].request.request_id)
-                message = f"the model failed on this request: {type(error).__name__}: {error}"
-                return {plan.rows[0].request.request_id: SampledToken(token=0, error=message)}
-            logger.warning("step failed, its rows are run one by one rows=%d error=%r", len(plan.rows), error)
+                logger.exception(
+                    "request failed alone request_id=%s",
+                    plan.rows[0].request.request_id,
+                )
+                message = (
+                    f"the model failed on this request: {type(error).__name__}: {error}"
+                )
+                return {
+                    plan.rows[0].request.request_id: SampledToken(
+                        token=0, error=message
+                    )
+                }
+            logger.warning(
+                "step failed, its rows are run one by one rows=%d error=%r",
+                len(plan.rows),
+                error,
+            )
         samples: dict[str, SampledToken] = {}
         for row in plan.rows:
             samples |= self.run(StepPlan([row]))
@@ -59,11 +88,17 @@ class ModelRunner:
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
             logits_LV = self._logits(batch)
-            return _sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
+            return (
+                _sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
+            )
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
-        wanted_L = batch.last_tokens_L if batch.sampling_rows else torch.zeros_like(batch.input_ids_1T[0, :1])
+        wanted_L = (
+            batch.last_tokens_L
+            if batch.sampling_rows
+            else torch.zeros_like(batch.input_ids_1T[0, :1])
+        )
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
         with use_step(self._configs):
             output = self._model(
@@ -87,12 +122,26 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     text_config = model.config.get_text_config(decoder=True)
     layer_types = getattr(text_config, "layer_types", None)
 
-    def record(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, rules: dict[str, Any]) -> Tensor:
+    def record(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rules: dict[str, Any],
+    ) -> Tensor:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in found:
-            raise UnsupportedModel(f"{type(module).__name__} has no layer index of its own, so it has no place in the cache")
-        if layer_types and "sliding" in layer_types[layer] and rules["sliding_window"] is None:
-            raise UnsupportedModel(f"{type(module).__name__} hides its sliding window from the attention interface")
+            raise UnsupportedModel(
+                f"{type(module).__name__} has no layer index of its own, so it has no place in the cache"
+            )
+        if (
+            layer_types
+            and "sliding" in layer_types[layer]
+            and rules["sliding_window"] is None
+        ):
+            raise UnsupportedModel(
+                f"{type(module).__name__} hides its sliding window from the attention interface"
+            )
         found[layer] = LayerShape(
             num_kv_heads=key.shape[1],
             key_width=key.shape[3],
@@ -107,10 +156,17 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     try:
         with torch.inference_mode(), use_step(attention_configs(model)):
             positions_1T = torch.arange(2, device=model.device)[None]
-            model(input_ids=ids_1T, position_ids=positions_1T, use_cache=False, **{STEP_ARGUMENT: record})
+            model(
+                input_ids=ids_1T,
+                position_ids=positions_1T,
+                use_cache=False,
+                **{STEP_ARGUMENT: record},
+            )
     except (TypeError, KeyError) as error:
         name = type(model).__name__
-        raise UnsupportedModel(f"{name} cannot be run on packed tokens through the attention interface: {error}") from error
+        raise UnsupportedModel(
+            f"{name} cannot be run on packed tokens through the attention interface: {error}"
+        ) from error
     finally:
         model.train(was_training)
     if sorted(found) != list(range(text_config.num_hidden_layers)):
@@ -126,14 +182,18 @@ def _sample(rows: list[PlannedRow], logits_LV: Tensor) -> dict[str, SampledToken
     result = sample(
         logits_LV,
         [_sampling_row(row) for row in rows],
-        logprob_rows=[index for index, request in enumerate(requests) if request.sampling.logprobs],
+        logprob_rows=[
+            index for index, request in enumerate(requests) if request.sampling.logprobs
+        ],
     )
     bad_rows = set(result.bad_rows)
     return {
         request.request_id: SampledToken(
             token=result.tokens[index],
             logprob=result.logprobs.get(index),
-            error="the model's scores are not finite numbers" if index in bad_rows else None,
+            error="the model's scores are not finite numbers"
+            if index in bad_rows
+            else None,
         )
         for index, request in enumerate(requests)
     }

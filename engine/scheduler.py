@@ -66,7 +66,9 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    ended: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
+    ended: dict[str, int] = field(
+        default_factory=lambda: {reason.value: 0 for reason in FinishReason}
+    )
 
 
 class Scheduler:
@@ -99,7 +101,10 @@ class Scheduler:
 
     def add(self, request: ActiveRequest) -> None:
         """Puts a checked request at the end of the line."""
-        assert request.request_id not in self._waiting and request.request_id not in self._running
+        assert (
+            request.request_id not in self._waiting
+            and request.request_id not in self._running
+        )
         self._enter_line(request)
         self.counters.prompt_tokens += len(request.prompt_ids)
 
@@ -111,19 +116,30 @@ class Scheduler:
         rows: dict[str, PlannedRow] = {}
         for request in self._oldest_first(is_decoding=True):
             self._plan_row(request, 1, rows)
-        budget = min(max(max_tokens - len(rows), MIN_PREFILL_TOKENS), self.config.max_batch_tokens - len(rows))
+        budget = min(
+            max(max_tokens - len(rows), MIN_PREFILL_TOKENS),
+            self.config.max_batch_tokens - len(rows),
+        )
         for request in self._oldest_first(is_decoding=False):
             if budget == 0:
                 break
             budget -= self._plan_row(request, min(budget, request.num_to_compute), rows)
-        while budget > 0 and self._waiting and len(self._running) < self.config.max_requests_per_batch:
+        while (
+            budget > 0
+            and self._waiting
+            and len(self._running) < self.config.max_requests_per_batch
+        ):
             admitted = self._admit_head(budget, now)
             if admitted is None:
                 break
-            budget -= self._plan_row(admitted, min(budget, admitted.num_to_compute), rows)
+            budget -= self._plan_row(
+                admitted, min(budget, admitted.num_to_compute), rows
+            )
         return StepPlan(list(rows.values()))
 
-    def commit(self, plan: StepPlan, samples: dict[str, SampledToken], now: float) -> list[ActiveRequest]:
+    def commit(
+        self, plan: StepPlan, samples: dict[str, SampledToken], now: float
+    ) -> list[ActiveRequest]:
         """Takes the outcome of a step in; gives the requests that have something new to tell.
 
         Every row that samples has an entry in `samples`; a row without `samples` may have one that carries an error.
@@ -143,7 +159,14 @@ class Scheduler:
                 told.append(row.request)
         return told
 
-    def end(self, request_id: str, reason: FinishReason, now: float, *, error: str | None = None) -> ActiveRequest | None:
+    def end(
+        self,
+        request_id: str,
+        reason: FinishReason,
+        now: float,
+        *,
+        error: str | None = None,
+    ) -> ActiveRequest | None:
         """Ends a request before its time (cancelled, failed) and frees its blocks; None when it is not active."""
         request = self._running.get(request_id) or self._waiting.get(request_id)
         if request is not None:
@@ -169,8 +192,13 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             queued_prefill_tokens=self._waiting_prefill_tokens
-            + sum(request.num_to_compute for request in running if request.num_to_compute > 1),
-            pending_decode_tokens=self._waiting_decode_tokens + sum(request.num_to_generate for request in running),
+            + sum(
+                request.num_to_compute
+                for request in running
+                if request.num_to_compute > 1
+            ),
+            pending_decode_tokens=self._waiting_decode_tokens
+            + sum(request.num_to_generate for request in running),
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_blocks - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
@@ -189,23 +217,36 @@ class Scheduler:
         held: dict[int, int] = {}
         for request in self._running.values():
             assert 0 <= request.num_computed <= request.num_tokens
-            assert len(request.block_ids) * self.config.page_size >= request.num_computed
+            assert (
+                len(request.block_ids) * self.config.page_size >= request.num_computed
+            )
             assert len(request.digests) <= len(request.block_ids)
             for block in request.block_ids:
                 held[block] = held.get(block, 0) + 1
-        assert held == {block: n for block, n in enumerate(self.pool._num_holders) if n > 0}
+        assert held == {
+            block: n for block, n in enumerate(self.pool._num_holders) if n > 0
+        }
         for request in self._waiting.values():
             assert not request.block_ids and request.num_computed == 0
-        assert self._waiting_prefill_tokens == sum(request.num_to_compute for request in self._waiting.values())
-        assert self._waiting_decode_tokens == sum(request.num_to_generate for request in self._waiting.values())
+        assert self._waiting_prefill_tokens == sum(
+            request.num_to_compute for request in self._waiting.values()
+        )
+        assert self._waiting_decode_tokens == sum(
+            request.num_to_generate for request in self._waiting.values()
+        )
 
     def _oldest_first(self, *, is_decoding: bool) -> Iterator[ActiveRequest]:
         for request in list(self._running.values()):
             # An older request may have sent this one back to the line meanwhile.
-            if request.request_id in self._running and (request.num_to_compute == 1) == is_decoding:
+            if (
+                request.request_id in self._running
+                and (request.num_to_compute == 1) == is_decoding
+            ):
                 yield request
 
-    def _plan_row(self, request: ActiveRequest, num_new: int, rows: dict[str, PlannedRow]) -> int:
+    def _plan_row(
+        self, request: ActiveRequest, num_new: int, rows: dict[str, PlannedRow]
+    ) -> int:
         """Adds a row of `num_new` tokens, sending newer requests back for their blocks where needed; gives its tokens."""
         start, end = request.num_computed, request.num_computed + num_new
         num_missing = -(-end // self.config.page_size) - len(request.block_ids)
@@ -234,7 +275,11 @@ class Scheduler:
         num_first = min(budget, request.num_tokens - num_cached)
         num_needed = -(-(num_cached + num_first) // self.config.page_size) - len(hit)
         num_free = self.pool.num_free - self.pool.num_free_among(hit)
-        reserve = int(self.config.safety_margin * self.pool.num_blocks) if self._running else 0
+        reserve = (
+            int(self.config.safety_margin * self.pool.num_blocks)
+            if self._running
+            else 0
+        )
         if num_needed + reserve > num_free:
             return None
         self._leave_line(request)
@@ -259,9 +304,15 @@ class Scheduler:
         if request.chain_version != self.version:
             request.digests = []
             request.chain_version = self.version
-        parent = request.digests[-1] if request.digests else root_digest(self.version, request.cache_salt)
+        parent = (
+            request.digests[-1]
+            if request.digests
+            else root_digest(self.version, request.cache_salt)
+        )
         for index in range(len(request.digests), num_full):
-            parent = block_digest(parent, request.token_ids[index * page : (index + 1) * page])
+            parent = block_digest(
+                parent, request.token_ids[index * page : (index + 1) * page]
+            )
             request.digests.append(parent)
         return self.pool.lookup(request.digests[:num_full])
 
@@ -270,8 +321,14 @@ class Scheduler:
             return
         page = self.config.page_size
         for index in range(len(request.digests), request.num_computed // page):
-            parent = request.digests[-1] if request.digests else root_digest(self.version, request.cache_salt)
-            digest = block_digest(parent, request.token_ids[index * page : (index + 1) * page])
+            parent = (
+                request.digests[-1]
+                if request.digests
+                else root_digest(self.version, request.cache_salt)
+            )
+            digest = block_digest(
+                parent, request.token_ids[index * page : (index + 1) * page]
+            )
             request.digests.append(digest)
             self.pool.publish(request.block_ids[index], digest)
 
@@ -297,7 +354,14 @@ class Scheduler:
         else:
             request.spans.append(WeightSpan(self.version, end - 1, end))
 
-    def _end(self, request: ActiveRequest, reason: FinishReason, now: float, *, error: str | None = None) -> None:
+    def _end(
+        self,
+        request: ActiveRequest,
+        reason: FinishReason,
+        now: float,
+        *,
+        error: str | None = None,
+    ) -> None:
         if request.request_id in self._running:
             del self._running[request.request_id]
             self._free_blocks(request)

@@ -53,18 +53,30 @@ def resolve_config(
     for name, accepted in NOT_AVAILABLE.items():
         value = getattr(config, name)
         if value not in accepted:
-            raise InvalidRequest(f"{name}={value!r} is not available in this version; leave it at its default", param=name)
+            raise InvalidRequest(
+                f"{name}={value!r} is not available in this version; leave it at its default",
+                param=name,
+            )
     hints = hints or WorkloadHints()
     page_size = config.block_size or config.page_size
     on_cpu = model.device.type == "cpu"
     shape = describe(model)
     max_batch_tokens = config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS
-    max_requests = config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS_PER_BATCH
+    max_requests = (
+        config.max_requests_per_batch
+        or hints.num_requests
+        or DEFAULT_MAX_REQUESTS_PER_BATCH
+    )
     max_requests = min(max_requests, max_batch_tokens)
     model_len = shape.max_model_len or UNBOUNDED_MODEL_LEN
-    longest = min(hints.max_prompt_length + hints.max_generated_length or model_len, model_len)
+    longest = min(
+        hints.max_prompt_length + hints.max_generated_length or model_len, model_len
+    )
     num_blocks = config.num_blocks or _blocks_in_memory(
-        config, model, bytes_per_block(layers, page_size=page_size, dtype=model.dtype), max_requests * -(-longest // page_size)
+        config,
+        model,
+        bytes_per_block(layers, page_size=page_size, dtype=model.dtype),
+        max_requests * -(-longest // page_size),
     )
     return ResolvedConfig(
         page_size=page_size,
@@ -74,7 +86,9 @@ def resolve_config(
         max_model_len=min(model_len, num_blocks * page_size),
         vocab_size=shape.vocab_size,
         allow_block_sharing=config.allow_block_sharing,
-        safety_margin=SAFETY_MARGIN if config.safety_margin is None else config.safety_margin,
+        safety_margin=SAFETY_MARGIN
+        if config.safety_margin is None
+        else config.safety_margin,
         max_queue_size=config.max_queue_size,
         target_step_s=CPU_STEP_S if on_cpu else None,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
@@ -82,7 +96,12 @@ def resolve_config(
     )
 
 
-def _blocks_in_memory(config: ContinuousBatchingConfig, model: PreTrainedModel, block_bytes: int, useful: int) -> int:
+def _blocks_in_memory(
+    config: ContinuousBatchingConfig,
+    model: PreTrainedModel,
+    block_bytes: int,
+    useful: int,
+) -> int:
     """Gives how many blocks fit into the allowed share of free memory, and no more than requests can ever use."""
     if model.device.type == "cuda":
         free_bytes = torch.cuda.mem_get_info(model.device)[0]
@@ -107,7 +126,10 @@ def _free_host_bytes() -> int:
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    limit, used = (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory.current"),
+    )
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int(used.read_text()))
     return free

@@ -11,7 +11,13 @@ MIN_MEASURED_TOKENS = 32
 class StepBudget:
     """Learns the speed of this machine from the steps it ran. Speeds are tokens per second, 0 until measured."""
 
-    def __init__(self, *, max_batch_tokens: int, target_step_s: float | None, first_tokens: int = 128) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch_tokens: int,
+        target_step_s: float | None,
+        first_tokens: int = 128,
+    ) -> None:
         self._max_batch_tokens = max_batch_tokens
         self._target_step_s = target_step_s
         self._first_tokens = first_tokens
@@ -32,9 +38,13 @@ class StepBudget:
         num_tokens = plan.num_tokens
         num_decoding = plan.num_decoding
         if num_tokens - num_decoding >= MIN_MEASURED_TOKENS:
-            self.prefill_tokens_per_s = _follow(self.prefill_tokens_per_s, num_tokens / step_s)
+            self.prefill_tokens_per_s = _follow(
+                self.prefill_tokens_per_s, num_tokens / step_s
+            )
         elif num_decoding == num_tokens:
-            self.decode_tokens_per_s = _follow(self.decode_tokens_per_s, num_tokens / step_s)
+            self.decode_tokens_per_s = _follow(
+                self.decode_tokens_per_s, num_tokens / step_s
+            )
 
 
 def _follow(average: float, value: float) -> float:
