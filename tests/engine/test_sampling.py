@@ -157,7 +157,7 @@ def chi_square_excess(counts_V: Tensor, expected_V: Tensor) -> float:
         cells.append((counts_V[~common_V].sum()[None], expected_V[~common_V].sum()[None]))
     statistic = sum(float(((counts - expected) ** 2 / expected).sum()) for counts, expected in cells)
     freedom = sum(len(counts) for counts, _ in cells) - 1
-    return (statistic - freedom) / (2 * max(freedom, 1)) ** 0.5
+    return float((statistic - freedom) / (2 * max(freedom, 1)) ** 0.5)
 
 
 def test_uniform_numbers_are_pinned_for_good() -> None:
