@@ -47,7 +47,7 @@ class SamplingParams:
     top_p: keep the smallest set of tokens whose probability reaches it; in (0, 1].
     seed: token i of the output depends on (seed, position) and the scores alone; None draws one at random.
     max_new_tokens: at most so many tokens; None means up to the length limit of the model.
-    eos_token_ids: ids that end the request (the id itself is part of the output); None means the model's, () means none.
+    eos_token_ids: ids that end the request (and are part of its output); None means the model's, () means none.
     logprobs: also give the log-probability of each token, of the scores it was sampled from.
     """
 
@@ -159,7 +159,7 @@ class GenerationOutput:
     generated_tokens: all tokens so far: a shared view while streaming, a plain list in the last output.
     new_tokens: those since the output before this one; a callback may carry several.
     logprobs: one per generated token where asked for, else empty.
-    created_time, lifespan, timestamps: `time.perf_counter()` seconds; lifespan is (first scheduled, ended), -1 while unset.
+    created_time, lifespan, timestamps: `time.perf_counter()` seconds; lifespan is (first scheduled, ended), -1 unset.
     weight_versions: spans over generated_tokens, in order, without gaps.
     num_cached_tokens: prompt tokens taken from the prefix cache when the request was first scheduled.
     """
