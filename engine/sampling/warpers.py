@@ -20,7 +20,9 @@ def apply_temperature(scores_RV: Tensor, temperature_R: Tensor) -> None:
     if bool(overflown_R.any()):
         # Softmax does not change under a shift: the best score becomes 0 and the others may sink to -inf.
         shifted_RV = scores_RV[overflown_R].double() - max_R1[overflown_R].double()
-        scaled_RV[overflown_R] = (shifted_RV / temperature_R[overflown_R, None]).to(scores_RV.dtype)
+        scaled_RV[overflown_R] = (shifted_RV / temperature_R[overflown_R, None]).to(
+            scores_RV.dtype
+        )
     scores_RV.copy_(scaled_RV)
 
 
