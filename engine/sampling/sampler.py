@@ -38,20 +38,18 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """tokens: one a row. logprobs: by row, of the processed scores. bad_rows: rows without usable logits, their token is 0."""
+    """tokens: one a row. logprobs: by row, of the processed scores. bad_rows: without usable logits; token 0."""
 
     tokens: list[int]
     logprobs: dict[int, float]
     bad_rows: list[int]
 
 
-def sample(
-    logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequence[int] = ()
-) -> SampleResult:
+def sample(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequence[int] = ()) -> SampleResult:
     """Chooses one token for each row; reads `logits_RV` only, and no generator of torch's.
 
     A row is bad when it holds NaN or +inf, or nothing but -inf; the others are not touched by it. A bad row has no
-    log-probability. Log-probabilities are of the scores after temperature, top-k and top-p; of the raw ones where greedy.
+    log-probability. These are of the scores after temperature, top-k and top-p; of the raw ones where greedy.
     """
     is_good = torch.isfinite(logits_RV.amax(dim=-1)).tolist() if rows else []
     result = SampleResult(
@@ -60,23 +58,15 @@ def sample(
         bad_rows=[row for row, good in enumerate(is_good) if not good],
     )
     wants_logprob = frozenset(logprob_rows)
-    greedy = [
-        row for row, good in enumerate(is_good) if good and rows[row].temperature == 0
-    ]
-    drawn = [
-        row for row, good in enumerate(is_good) if good and rows[row].temperature != 0
-    ]
+    greedy = [row for row, good in enumerate(is_good) if good and rows[row].temperature == 0]
+    drawn = [row for row, good in enumerate(is_good) if good and rows[row].temperature != 0]
     if greedy:
         tokens_R = _pick(logits_RV, greedy).argmax(dim=-1)
         _record(result, greedy, tokens_R)
-        _record_greedy_logprobs(
-            result, logits_RV, [row for row in greedy if row in wants_logprob]
-        )
+        _record_greedy_logprobs(result, logits_RV, [row for row in greedy if row in wants_logprob])
     for chunk in _chunks(drawn, logits_RV.shape[-1]):
         scores_RV = _processed_scores(logits_RV, chunk, [rows[row] for row in chunk])
-        tokens_R = _draw(
-            scores_RV, [uniform(rows[row].seed, rows[row].position) for row in chunk]
-        )
+        tokens_R = _draw(scores_RV, [uniform(rows[row].seed, rows[row].position) for row in chunk])
         _record(result, chunk, tokens_R)
         _record_logprobs(
             result,
@@ -87,15 +77,11 @@ def sample(
     return result
 
 
-def _processed_scores(
-    logits_RV: Tensor, chunk: Sequence[int], rows: Sequence[SamplingRow]
-) -> Tensor:
+def _processed_scores(logits_RV: Tensor, chunk: Sequence[int], rows: Sequence[SamplingRow]) -> Tensor:
     scores_RV = _pick(logits_RV, chunk).to(torch.float32, copy=True)
     vocab_size = scores_RV.shape[-1]
     if any(row.temperature != 1 for row in rows):
-        apply_temperature(
-            scores_RV, _column(scores_RV, [row.temperature for row in rows])
-        )
+        apply_temperature(scores_RV, _column(scores_RV, [row.temperature for row in rows]))
     if any(0 < row.top_k < vocab_size for row in rows):
         top_k = [row.top_k if row.top_k < vocab_size else 0 for row in rows]
         apply_top_k(scores_RV, torch.tensor(top_k, device=scores_RV.device))
@@ -110,33 +96,23 @@ def _processed_scores(
 
 
 def _draw(scores_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Gives the first token whose cumulative probability exceeds the row's uniform number; never one of probability 0."""
+    """Gives the first token whose cumulative probability exceeds the uniform number; never one of probability 0."""
     probs_RV = scores_RV.softmax(dim=-1)
     padding = -probs_RV.shape[-1] % _BLOCK_WIDTH
-    probs_RBW = torch.nn.functional.pad(probs_RV, (0, padding)).view(
-        len(uniforms), -1, _BLOCK_WIDTH
-    )
+    probs_RBW = torch.nn.functional.pad(probs_RV, (0, padding)).view(len(uniforms), -1, _BLOCK_WIDTH)
     mass_RB = probs_RBW.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     target_R1 = _column(scores_RV, uniforms)[:, None] * mass_RB[:, -1:]
     block_R1 = _first_above(mass_RB, target_R1)
-    before_R1 = mass_RB.gather(-1, (block_R1 - 1).clamp(min=0)).masked_fill(
-        block_R1 == 0, 0.0
-    )
-    probs_RW = probs_RBW.gather(1, block_R1[..., None].expand(-1, -1, _BLOCK_WIDTH))[
-        :, 0
-    ]
-    token_R1 = _first_above(
-        probs_RW.cumsum(dim=-1, dtype=torch.float64), target_R1 - before_R1
-    )
+    before_R1 = mass_RB.gather(-1, (block_R1 - 1).clamp(min=0)).masked_fill(block_R1 == 0, 0.0)
+    probs_RW = probs_RBW.gather(1, block_R1[..., None].expand(-1, -1, _BLOCK_WIDTH))[:, 0]
+    token_R1 = _first_above(probs_RW.cumsum(dim=-1, dtype=torch.float64), target_R1 - before_R1)
     return (block_R1 * _BLOCK_WIDTH + token_R1)[:, 0]
 
 
 def _first_above(mass_RB: Tensor, target_R1: Tensor) -> Tensor:
     # Rounding may lift the target to the total, above which there is nothing.
     total_R1 = mass_RB[:, -1:]
-    below_R1 = torch.minimum(
-        target_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1))
-    )
+    below_R1 = torch.minimum(target_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
     return torch.searchsorted(mass_RB, below_R1, right=True)
 
 
@@ -145,28 +121,18 @@ def _record(result: SampleResult, chunk: Sequence[int], tokens_R: Tensor) -> Non
         result.tokens[row] = token
 
 
-def _record_greedy_logprobs(
-    result: SampleResult, logits_RV: Tensor, wanted: Sequence[int]
-) -> None:
+def _record_greedy_logprobs(result: SampleResult, logits_RV: Tensor, wanted: Sequence[int]) -> None:
     for chunk in _chunks(wanted, logits_RV.shape[-1]):
-        _record_logprobs(
-            result, _pick(logits_RV, chunk).float(), chunk, range(len(chunk))
-        )
+        _record_logprobs(result, _pick(logits_RV, chunk).float(), chunk, range(len(chunk)))
 
 
-def _record_logprobs(
-    result: SampleResult, scores_RV: Tensor, chunk: Sequence[int], wanted: Sequence[int]
-) -> None:
+def _record_logprobs(result: SampleResult, scores_RV: Tensor, chunk: Sequence[int], wanted: Sequence[int]) -> None:
     """`wanted` counts within `chunk`, whose rows `scores_RV` holds."""
     if not wanted:
         return
-    tokens_R1 = torch.tensor(
-        [[result.tokens[chunk[i]]] for i in wanted], device=scores_RV.device
-    )
+    tokens_R1 = torch.tensor([[result.tokens[chunk[i]]] for i in wanted], device=scores_RV.device)
     logprobs_R1 = scores_RV[list(wanted)].log_softmax(dim=-1).gather(-1, tokens_R1)
-    result.logprobs.update(
-        zip((chunk[i] for i in wanted), logprobs_R1[:, 0].tolist(), strict=True)
-    )
+    result.logprobs.update(zip((chunk[i] for i in wanted), logprobs_R1[:, 0].tolist(), strict=True))
 
 
 def _pick(logits_RV: Tensor, chunk: Sequence[int]) -> Tensor:

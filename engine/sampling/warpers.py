@@ -9,7 +9,7 @@ from torch import Tensor
 _NUM_CANDIDATES = 512
 """Best tokens looked at before a whole row is sorted; a sort of 49,152 scores takes 40 times as long as this."""
 _MARGIN = 1e-5
-"""Ten times the rounding error of a cumulative probability in float32: nearer to top_p than this, only the sort decides."""
+"""Ten times the rounding error of a cumulative probability in float32: nearer to top_p, only the sort decides."""
 
 
 def apply_temperature(scores_RV: Tensor, temperature_R: Tensor) -> None:
@@ -20,9 +20,7 @@ def apply_temperature(scores_RV: Tensor, temperature_R: Tensor) -> None:
     if bool(overflown_R.any()):
         # Softmax does not change under a shift: the best score becomes 0 and the others may sink to -inf.
         shifted_RV = scores_RV[overflown_R].double() - max_R1[overflown_R].double()
-        scaled_RV[overflown_R] = (shifted_RV / temperature_R[overflown_R, None]).to(
-            scores_RV.dtype
-        )
+        scaled_RV[overflown_R] = (shifted_RV / temperature_R[overflown_R, None]).to(scores_RV.dtype)
     scores_RV.copy_(scaled_RV)
 
 
@@ -61,7 +59,7 @@ def apply_top_p(scores_RV: Tensor, top_p_R: Tensor) -> None:
 
 
 def _keep_sorted(scores_RV: Tensor, top_p_R: Tensor) -> None:
-    """The same by a sort of whole rows, in float32 and from the worst token up, as the warper of transformers rounds."""
+    """The same by a sort of whole rows, in float32 and from the worst token up, to round as transformers does."""
     sorted_RV, ids_RV = scores_RV.sort(dim=-1)
     mass_RV = sorted_RV.softmax(dim=-1).cumsum(dim=-1)
     is_out_RV = mass_RV <= (1 - top_p_R)[:, None].to(mass_RV.dtype)

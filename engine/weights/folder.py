@@ -67,7 +67,8 @@ class StoredTensor:
 def open_folder(path: str) -> Iterator[dict[str, StoredTensor]]:
     """Gives every tensor of the folder (or single file) by its name in the checkpoint.
 
-    Raises WeightsSourceError, which names the file, when one is missing, damaged, or written to before the end of the context.
+    Raises WeightsSourceError, which names the file, when one is missing, damaged, or written to before the context
+    ends.
     """
     with ExitStack() as stack:
         files = [stack.enter_context(_open(file)) for file in _weight_files(Path(path))]

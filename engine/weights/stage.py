@@ -18,7 +18,7 @@ _NUM_NAMES_SHOWN = 3
 
 @dataclass(slots=True)
 class _Slot:
-    """One storage of the model: the tensors that hold it and their names (several where tied), and the new one once read."""
+    """One storage of the model: the tensors that hold it and their names (several where tied); the new one once read."""
 
     holders: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -56,9 +56,9 @@ class _Problems:
 def stage_weights(model: PreTrainedModel, path: str, *, cast: bool = False) -> StagedWeights:
     """Gives the weights in a folder of safetensors, ready to be committed to `model`, on its device.
 
-    Blocks while it reads and may run beside generation: it changes neither the model nor any global state. Holds the new
-    weights in memory beside the old ones. Names are mapped as `from_pretrained` maps them; of tied weights one is enough.
-    cast: convert tensors of another dtype instead of refusing them.
+    Blocks while it reads and may run beside generation: it changes neither the model nor any global state. Holds the
+    new weights in memory beside the old ones. Names are mapped as `from_pretrained` maps them; of tied weights one is
+    enough. cast: convert tensors of another dtype instead of refusing them.
     Raises WeightsSourceError when the folder cannot be read and WeightsInvalid, which names the first few tensors of a
     kind, when one is missing, extra, of another shape or dtype, or not finite.
     """

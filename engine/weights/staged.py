@@ -15,10 +15,10 @@ class _State(StrEnum):
 
 
 class StagedWeights:
-    """New storages for the tensors of one model. Exchanging swaps storages, so that its time does not grow with their size.
+    """New storages for the tensors of one model. An exchange swaps storages: its time does not grow with their size.
 
-    Whoever calls `commit` or `rollback` holds the pause of every manager that runs the model. Tensors that shared a storage
-    share the new one. Invariant: the model holds all of the one set and this object all of the other.
+    Whoever calls `commit` or `rollback` holds the pause of every manager that runs the model. Tensors that shared a
+    storage share the new one. Invariant: the model holds all of the one set and this object all of the other.
     """
 
     def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -1,9 +1,11 @@
 """New weights are taken whole, or refused by name with nothing changed."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -156,7 +158,7 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(tensor: Tensor | None, me
 
 def test_an_extra_tensor_is_refused_by_name(tmp_path: Path) -> None:
     saved_llama(tmp_path, {"model.layers.2.mlp.up_proj.weight": torch.zeros(96, 64)})
-    with pytest.raises(WeightsInvalid, match="1 unknown to the model: model.layers.2.mlp.up_proj.weight"):
+    with pytest.raises(WeightsInvalid, match=r"1 unknown to the model: model\.layers\.2\.mlp\.up_proj"):
         stage_weights(tiny_model(), str(tmp_path))
 
 
@@ -265,7 +267,7 @@ def test_a_missing_or_empty_folder_is_named(tmp_path: Path) -> None:
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
     save_file({"a": torch.zeros(2)}, tmp_path / "y.safetensors")
-    with pytest.raises(WeightsSourceError, match="y.safetensors holds a, as does .*x.safetensors"):
+    with pytest.raises(WeightsSourceError, match=r"y\.safetensors holds a, as does .*x\.safetensors"):
         stage_weights(tiny_model(), str(tmp_path))
 
 
@@ -278,11 +280,11 @@ def test_a_file_written_to_while_it_is_read_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     file = saved_llama(tmp_path) / SINGLE
-    with pytest.raises(WeightsSourceError, match="ends inside tensor"), open_folder(str(tmp_path)) as tensors:
-        with file.open("r+b") as writer:
-            writer.truncate(1000)
-        for tensor in tensors.values():
-            tensor.read()
+    with suppress(WeightsSourceError), open_folder(str(tmp_path)) as tensors:
+        last = max(tensors.values(), key=lambda tensor: tensor.start)
+        os.truncate(file, 1000)
+        with pytest.raises(WeightsSourceError, match=f"ends inside tensor {last.name}"):
+            last.read()
 
 
 def test_staged_weights_do_not_depend_on_the_files_any_more(tmp_path: Path) -> None:
