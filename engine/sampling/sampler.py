@@ -38,7 +38,7 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """tokens: one a row. logprobs: by row, of the processed scores. bad_rows: rows without usable logits, their token is 0."""
+    """tokens: one a row. logprobs: by row, of the processed scores. bad_rows: without usable logits; token 0."""
 
     tokens: list[int]
     logprobs: dict[int, float]
@@ -49,7 +49,7 @@ def sample(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequ
     """Chooses one token for each row; reads `logits_RV` only, and no generator of torch's.
 
     A row is bad when it holds NaN or +inf, or nothing but -inf; the others are not touched by it. A bad row has no
-    log-probability. Log-probabilities are of the scores after temperature, top-k and top-p; of the raw ones where greedy.
+    log-probability. These are of the scores after temperature, top-k and top-p; of the raw ones where greedy.
     """
     is_good = torch.isfinite(logits_RV.amax(dim=-1)).tolist() if rows else []
     result = SampleResult(
@@ -96,7 +96,7 @@ def _processed_scores(logits_RV: Tensor, chunk: Sequence[int], rows: Sequence[Sa
 
 
 def _draw(scores_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Gives the first token whose cumulative probability exceeds the row's uniform number; never one of probability 0."""
+    """Gives the first token whose cumulative probability exceeds the uniform number; never one of probability 0."""
     probs_RV = scores_RV.softmax(dim=-1)
     padding = -probs_RV.shape[-1] % _BLOCK_WIDTH
     probs_RBW = torch.nn.functional.pad(probs_RV, (0, padding)).view(len(uniforms), -1, _BLOCK_WIDTH)

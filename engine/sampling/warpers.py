@@ -9,7 +9,7 @@ from torch import Tensor
 _NUM_CANDIDATES = 512
 """Best tokens looked at before a whole row is sorted; a sort of 49,152 scores takes 40 times as long as this."""
 _MARGIN = 1e-5
-"""Ten times the rounding error of a cumulative probability in float32: nearer to top_p than this, only the sort decides."""
+"""Ten times the rounding error of a cumulative probability in float32: nearer to top_p, only the sort decides."""
 
 
 def apply_temperature(scores_RV: Tensor, temperature_R: Tensor) -> None:
@@ -59,7 +59,7 @@ def apply_top_p(scores_RV: Tensor, top_p_R: Tensor) -> None:
 
 
 def _keep_sorted(scores_RV: Tensor, top_p_R: Tensor) -> None:
-    """The same by a sort of whole rows, in float32 and from the worst token up, as the warper of transformers rounds."""
+    """The same by a sort of whole rows, in float32 and from the worst token up, to round as transformers does."""
     sorted_RV, ids_RV = scores_RV.sort(dim=-1)
     mass_RV = sorted_RV.softmax(dim=-1).cumsum(dim=-1)
     is_out_RV = mass_RV <= (1 - top_p_R)[:, None].to(mass_RV.dtype)

@@ -164,7 +164,7 @@ def test_a_checkpoint_that_lacks_a_parameter_is_not_filled_at_random(tmp_path: P
     state = model.state_dict()
     del state["model.layers.1.mlp.up_proj.weight"]
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(WeightsInvalid, match="layers.1.mlp.up_proj") as caught:
+    with pytest.raises(WeightsInvalid, match=r"layers\.1\.mlp\.up_proj") as caught:
         load_model(str(tmp_path))
     assert caught.value.tensor == "model.layers.1.mlp.up_proj.weight"
 

@@ -1,0 +1,171 @@
+"""Reads the tensors of a folder of safetensors files.
+
+The files are read, not mapped: a mapped file that its writer cuts short ends the process with a signal. Format:
+https://github.com/huggingface/safetensors (8 bytes of header length, a JSON header, the tensors without gaps).
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.errors import WeightsSourceError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+"""As the reference implementation has it."""
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies; readable while its folder is open. `start` and `size_bytes` count bytes of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: FileIO
+    start: int
+    size_bytes: int
+
+    def read(self) -> Tensor:
+        """Gives the tensor in memory of its own, on the CPU. Raises WeightsSourceError when the file ends before it."""
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
+        position = self.start
+        while buffer:
+            count = os.preadv(self.file.fileno(), [buffer], position)
+            if count == 0:
+                raise WeightsSourceError(f"{self.file.name} ends inside tensor {self.name}")
+            buffer, position = buffer[count:], position + count
+        return tensor
+
+
+@contextmanager
+def open_folder(path: str) -> Iterator[dict[str, StoredTensor]]:
+    """Gives every tensor of the folder (or single file) by its name in the checkpoint.
+
+    Raises WeightsSourceError, which names the file, when one is missing, damaged, or written to before the context
+    ends.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(_open(file)) for file in _weight_files(Path(path))]
+        before = [_fingerprint(file) for file in files]
+        tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            for tensor in _read_header(file):
+                if tensor.name in tensors:
+                    raise WeightsSourceError(
+                        f"{file.name} holds {tensor.name}, as does {tensors[tensor.name].file.name}"
+                    )
+                tensors[tensor.name] = tensor
+        yield tensors
+        for file, fingerprint in zip(files, before, strict=True):
+            if _fingerprint(file) != fingerprint:
+                raise WeightsSourceError(
+                    f"{file.name} was changed while it was read; stage it again when it is complete"
+                )
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise WeightsSourceError(f"there is no folder {path}")
+    if (path / SINGLE_FILE).exists():
+        return [path / SINGLE_FILE]
+    if (path / INDEX_FILE).exists():
+        return _indexed_files(path / INDEX_FILE)
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise WeightsSourceError(f"{path} holds no *.safetensors file")
+    return files
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsSourceError(f"{index} is not an index of safetensors files: {error!r}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise WeightsSourceError(f"{index} names {name!r}, which is not in its folder")
+    return [index.parent / name for name in names]
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return FileIO(path, "rb")
+    except OSError as error:
+        raise WeightsSourceError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _fingerprint(file: FileIO) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def _read_header(file: FileIO) -> list[StoredTensor]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little") if size >= 8 else 0
+    if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+        raise WeightsSourceError(f"{file.name} is not a safetensors file, or was cut short")
+    start = 8 + length
+    try:
+        header: dict[str, dict[str, Any]] = json.loads(_read_all(file, length))
+        header.pop("__metadata__", None)
+        tensors = [_parse_entry(name, entry, file, start) for name, entry in header.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsSourceError(f"{file.name} has a damaged header: {error!r}") from error
+    end = start
+    for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.size_bytes)):
+        if tensor.start != end:
+            raise WeightsSourceError(
+                f"{file.name} has a damaged header: {tensor.name} does not follow the tensor before it"
+            )
+        end += tensor.size_bytes
+    if end != size:
+        raise WeightsSourceError(
+            f"{file.name} has {size} bytes where its header says {end}; it was cut short or written over"
+        )
+    return tensors
+
+
+def _read_all(file: FileIO, length: int) -> bytes:
+    parts = []
+    while length and (part := file.read(length)):
+        parts.append(part)
+        length -= len(part)
+    return b"".join(parts)
+
+
+def _parse_entry(name: str, entry: dict[str, Any], file: FileIO, start: int) -> StoredTensor:
+    if entry["dtype"] not in _DTYPES:
+        raise WeightsSourceError(f"{file.name} holds {name} as {entry['dtype']}, which cannot be read")
+    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+    first, end = (int(offset) for offset in entry["data_offsets"])
+    if min(shape, default=0) < 0 or end - first != prod(shape) * dtype.itemsize:
+        raise ValueError(f"{name} has {end - first} bytes for shape {list(shape)}")
+    return StoredTensor(name, dtype, shape, file, start + first, end - first)

@@ -1,0 +1,65 @@
+"""A set of checked weights beside those in use, and the exchange of the two."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+
+from torch import Tensor
+
+from engine.errors import WeightsError
+
+
+class _State(StrEnum):
+    STAGED = "staged"
+    COMMITTED = "committed"
+    DISCARDED = "discarded"
+
+
+class StagedWeights:
+    """New storages for the tensors of one model. An exchange swaps storages: its time does not grow with their size.
+
+    Whoever calls `commit` or `rollback` holds the pause of every manager that runs the model. Tensors that shared a
+    storage share the new one. Invariant: the model holds all of the one set and this object all of the other.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Takes pairs of a tensor of the model and the new tensor for it, of the same shape, dtype and device."""
+        self._pairs = list(pairs)
+        distinct = {id(spare): spare for _, spare in self._pairs}.values()
+        self.num_tensors = len(distinct)
+        self.size_bytes = sum(spare.numel() * spare.element_size() for spare in distinct)
+        self._state = _State.STAGED
+
+    def commit(self) -> None:
+        """Gives the model the new weights; the old ones are kept for `rollback`. On an error nothing has changed."""
+        if self._state is not _State.STAGED:
+            raise WeightsError(f"these weights are {self._state}; only staged ones can be committed")
+        self._exchange()
+        self._state = _State.COMMITTED
+
+    def rollback(self) -> None:
+        """Gives the model its old weights back; nothing to do unless committed. They may be committed again."""
+        if self._state is _State.COMMITTED:
+            self._exchange()
+            self._state = _State.STAGED
+
+    def discard(self) -> None:
+        """Frees the weights that the model does not hold; no pause is needed. After a commit this makes it final."""
+        self._pairs.clear()
+        self._state = _State.DISCARDED
+
+    def _exchange(self) -> None:
+        self._check_fit()
+        before = [held.data for held, _ in self._pairs]
+        try:
+            for held, spare in self._pairs:
+                held.data = spare
+        except BaseException:
+            for (held, _), data in zip(self._pairs, before, strict=True):
+                held.data = data
+            raise
+        self._pairs = [(held, data) for (held, _), data in zip(self._pairs, before, strict=True)]
+
+    def _check_fit(self) -> None:
+        for held, spare in self._pairs:
+            if (held.shape, held.dtype, held.device) != (spare.shape, spare.dtype, spare.device):
+                raise WeightsError("the model was moved or changed after these weights were staged; stage them again")
