@@ -88,7 +88,7 @@ class GenerationLoop:
         return self._num_in_inbox + self._stats.num_waiting
 
     def submit(self, request: ActiveRequest) -> None:
-        """Posts a checked request. Raises DuplicateRequest; EngineStopped or EngineDead when no step will take it up."""
+        """Posts a checked request. Raises DuplicateRequest; EngineStopped or EngineDead when no step will take it."""
         with self._wake:
             self._raise_if_closed()
             if request.request_id in self._active_ids:

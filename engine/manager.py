@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -28,9 +28,7 @@ from engine.scheduler import Scheduler
 from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
 from engine.submission import RequestFactory
-
-if TYPE_CHECKING:
-    from engine.weights import StagedWeights
+from engine.weights import StagedWeights
 
 EXIT_JOIN_S = 5.0
 """How long the interpreter waits at its end for the step in progress."""
@@ -263,7 +261,7 @@ class ContinuousBatchingManager:
 
     def commit_weights(
         self,
-        staged: "StagedWeights",
+        staged: StagedWeights,
         *,
         version: int | None = None,
         in_flight: str = "keep",
