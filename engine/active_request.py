@@ -16,7 +16,8 @@ from engine.request import (
 class ActiveRequest:
     """One request from submission to its terminal output.
 
-    Invariant: 0 <= num_computed <= num_tokens, and the blocks hold keys and values of the first num_computed tokens.
+    Invariant: 0 <= num_computed <= num_tokens, and the blocks hold keys and values of the first num_computed tokens, as
+    far as later tokens can see them.
     `sampling` has no None left. Prefill, prefix hits, preemption and resumption are all num_computed catching up with
     num_tokens.
     """
@@ -28,16 +29,24 @@ class ActiveRequest:
     streaming: bool = False
     record_timestamps: bool = False
     cache_salt: str | None = None
+    tenant: str | None = None
+    priority: int = 0
+    children: list["ActiveRequest"] = field(default_factory=list)
+    """Further samples of the same prompt; they join when the prompt is computed, and share its blocks."""
 
+    arrival: int = 0
+    """Counts requests of one scheduler; set when it takes this one."""
+    num_overtaken: int = 0
     token_ids: list[int] = field(default_factory=list)
     """Prompt and output."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_tables: list[list[int]] = field(default_factory=list)
+    """By block group, the blocks that hold its tokens."""
     digests: list[bytes] = field(default_factory=list)
-    """Names of the full blocks so far; shorter than block_ids when the tail is not full."""
+    """Names of the full blocks so far."""
     chain_version: int | None = None
     """The weight version that all its blocks were filled under; None when they mix versions and may not be shared."""
 

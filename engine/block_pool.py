@@ -1,16 +1,36 @@
-"""Which block of the KV cache belongs to whom: ids, reference counts, and the prefix cache over them.
+"""Which block of the KV cache belongs to whom: ids, reference counts, and the prefix cache over them, in two tiers.
 
-Pure bookkeeping: the bytes live in `kv_cache`. A full block is named by a digest of everything before it
-(weight version, salt, all tokens), so equal digests mean equal keys and values.
+Pure bookkeeping: the bytes live in `kv_cache`, which carries out the copies planned here, in order, before the next
+step. A full block is named by a digest of everything before it (weight version, salt, all tokens), so equal digests
+mean equal keys and values.
 """
 
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
 """128 bits: a collision would hand one request another's keys and values."""
+
+
+class CopyKind(Enum):
+    """Between which tiers a block is copied."""
+
+    TO_HOST = "to_host"
+    FROM_HOST = "from_host"
+    ON_DEVICE = "on_device"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy one whole block; `source` and `target` are block ids on the device and slot numbers on the host."""
+
+    kind: CopyKind
+    source: int
+    target: int
 
 
 def root_digest(version: int, salt: str | None) -> bytes:
@@ -27,17 +47,21 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 class BlockPool:
     """Block ids 0 to num_blocks - 1, each held (count > 0), cached (count 0, found by digest) or blank.
 
-    Invariants: a digest names at most one block; cached and blank blocks have no holder; the three kinds add up.
-    Cached blocks are evicted oldest first, and only when no blank one is left.
+    Invariants: a digest names at most one block and one host slot; cached and blank blocks have no holder; the three
+    kinds add up. Cached blocks are evicted oldest first, and only when no blank one is left; with host slots they sink
+    there, where again the oldest makes room.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, num_host_slots: int = 0) -> None:
         self.num_blocks = num_blocks
         self._num_holders = [0] * num_blocks
         self._digest_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
+        self._blank_slots = list(range(num_host_slots - 1, -1, -1))
+        self._slot_of: OrderedDict[bytes, int] = OrderedDict()
+        self._copies: list[BlockCopy] = []
 
     @property
     def num_free(self) -> int:
@@ -49,6 +73,11 @@ class BlockPool:
         """Blocks without a holder that a later request may still find."""
         return len(self._cached)
 
+    @property
+    def num_on_host(self) -> int:
+        """Blocks that the host tier holds."""
+        return len(self._slot_of)
+
     def acquire(self, count: int) -> list[int]:
         """Takes `count` blocks of undefined content; the caller has checked `num_free`."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
@@ -59,26 +88,44 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def lookup(self, digests: Iterable[bytes]) -> list[int]:
-        """Gives the blocks of the longest prefix of `digests` that is known, without taking them."""
-        found = []
+    def knows(self, digest: bytes) -> bool:
+        """True where a block of this name can be taken, from either tier."""
+        return digest in self._block_of or digest in self._slot_of
+
+    def cost(self, digests: Iterable[bytes]) -> int:
+        """How many free blocks taking these known ones uses up."""
+        blocks = [self._block_of.get(digest) for digest in digests]
+        return sum(block is None or self._num_holders[block] == 0 for block in blocks)
+
+    def take(self, digests: Sequence[bytes]) -> list[int]:
+        """Becomes a holder of each known block; those on the host come back. The caller has checked `cost`."""
         for digest in digests:
             block = self._block_of.get(digest)
-            if block is None:
-                break
-            found.append(block)
-        return found
-
-    def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` have no holder: sharing them takes them out of `num_free`."""
-        return sum(self._num_holders[block] == 0 for block in blocks)
+            if block is not None:
+                self._hold(block)
+        # Pinned before room is made, which may push other blocks out of the host tier.
+        pinned = {digest: self._slot_of.pop(digest) for digest in digests if digest not in self._block_of}
+        taken = []
+        for digest in digests:
+            if digest in pinned:
+                (block,) = self.acquire(1)
+                self._copies.append(BlockCopy(CopyKind.FROM_HOST, pinned[digest], block))
+                self.publish(block, digest)
+            taken.append(self._block_of[digest])
+        # Still there, and the newest: when the block is evicted again, its bytes need no second copy.
+        self._slot_of.update(pinned)
+        return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Adds a holder to each block that `lookup` gave."""
+        """Adds a holder to blocks that have one."""
         for block in blocks:
-            if self._num_holders[block] == 0:
-                del self._cached[block]
-            self._num_holders[block] += 1
+            self._hold(block)
+
+    def fork(self, block: int) -> int:
+        """Gives a new block with a copy of a held one."""
+        (copy,) = self.acquire(1)
+        self._copies.append(BlockCopy(CopyKind.ON_DEVICE, block, copy))
+        return copy
 
     def release(self, blocks: Sequence[int]) -> None:
         """Takes a holder from each; the last block of a chain is the first to be evicted."""
@@ -98,6 +145,11 @@ class BlockPool:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
+    def drain_copies(self) -> list[BlockCopy]:
+        """Gives the copies planned since the last call, in the order in which they have to happen."""
+        copies, self._copies = self._copies, []
+        return copies
+
     def check_invariants(self) -> None:
         """Asserts what the class promises; for tests."""
         held = {block for block, count in enumerate(self._num_holders) if count > 0}
@@ -111,6 +163,13 @@ class BlockPool:
         assert all(self._digest_of[block] is None for block in blank)
         named = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
         assert self._block_of == {digest: block for block, digest in named.items()}
+        slots = [*self._slot_of.values(), *self._blank_slots]
+        assert sorted(slots) == list(range(len(slots)))
+
+    def _hold(self, block: int) -> None:
+        if self._num_holders[block] == 0:
+            del self._cached[block]
+        self._num_holders[block] += 1
 
     def _evict_oldest(self) -> int:
         block, _ = self._cached.popitem(last=False)
@@ -118,4 +177,18 @@ class BlockPool:
         assert digest is not None
         del self._block_of[digest]
         self._digest_of[block] = None
+        self._sink(block, digest)
         return block
+
+    def _sink(self, block: int, digest: bytes) -> None:
+        if digest in self._slot_of:
+            self._slot_of.move_to_end(digest)
+            return
+        if self._blank_slots:
+            slot = self._blank_slots.pop()
+        elif self._slot_of:
+            _, slot = self._slot_of.popitem(last=False)
+        else:
+            return
+        self._slot_of[digest] = slot
+        self._copies.append(BlockCopy(CopyKind.TO_HOST, block, slot))

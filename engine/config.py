@@ -49,7 +49,7 @@ class ContinuousBatchingConfig:
     varlen_compile_config: Any = None
     decode_compile_config: Any = None
     default_compile_level: int = Field(default=0, ge=0, le=3)
-    scheduler_type: str = "fifo"
+    scheduler_type: Literal["fifo", "prefill_first", "priority", "fair"] = "fifo"
     safety_margin: float | None = Field(default=None, ge=0, le=1)
     return_logprobs: bool = False
     seed: int | None = None
@@ -83,7 +83,23 @@ class ResolvedConfig:
     """A step is kept shorter than this by giving it fewer prompt tokens; None does not bound it."""
     seed: int
     return_logprobs: bool
-    scheduler_type: Literal["fifo"] = "fifo"
+    scheduler_type: Literal["fifo", "prefill_first", "priority", "fair"] = "fifo"
+    windows: tuple[int | None, ...] = (None,)
+    """What the layers of each block group can see, in tokens; None is everything."""
+    blocks_of_group: tuple[int, ...] = ()
+    """Blocks in the pool of each group; () gives `num_blocks` to each."""
+    num_host_slots: int = 0
+    """Blocks of each group that the host tier holds."""
+
+    @property
+    def pool_sizes(self) -> tuple[int, ...]:
+        """Blocks in the pool of each group of layers."""
+        return self.blocks_of_group or (self.num_blocks,) * len(self.windows)
+
+    def group_of(self, window: int | None) -> int:
+        """Gives the group of a layer that sees `window` tokens; one that sees as many as fit sees everything."""
+        sees_all = window is None or window >= self.max_model_len
+        return self.windows.index(None if sees_all else window)
 
     @property
     def capacity(self) -> int:

@@ -12,18 +12,26 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from engine.block_pool import BlockCopy, CopyKind
+from engine.config import ResolvedConfig
+
 CHUNK_TOKENS = 32
 """32 float32 keys of width 64 are 8 KiB, two memory pages: long copies, and half a chunk wasted on average."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer stores per token, and how many query heads share a kv head."""
+    """What one attention layer stores per token, how many query heads share a kv head, and how far back it looks."""
 
     num_kv_heads: int
     key_width: int
     value_width: int
     num_query_groups: int
+    window: int | None = None
+
+    @property
+    def values_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_width + self.value_width)
 
 
 class KVCache:
@@ -33,41 +41,60 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        layers: Sequence[LayerShape],
-        *,
-        num_blocks: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[LayerShape], config: ResolvedConfig, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.page_size = page_size
-        self.chunk_tokens = gcd(page_size, CHUNK_TOKENS)
-        self.chunks_per_block = page_size // self.chunk_tokens
-        num_chunks = num_blocks * self.chunks_per_block
+        self.page_size = config.page_size
+        self.chunk_tokens = gcd(config.page_size, CHUNK_TOKENS)
+        self.chunks_per_block = config.page_size // self.chunk_tokens
+        self.group_of_layer = [config.group_of(layer.window) for layer in layers]
+        blocks = [config.pool_sizes[group] for group in self.group_of_layer]
 
-        def room(num_heads: int, width: int) -> Tensor:
+        def room(
+            shapes: Sequence[tuple[int, int]], num_blocks: Sequence[int], *, on_host: bool = False
+        ) -> list[Tensor]:
             # Not zeroed: memory that no request has used yet is then not touched either.
-            return torch.empty(
-                num_heads,
-                num_chunks,
-                self.chunk_tokens,
-                width,
-                dtype=dtype,
-                device=device,
-            )
+            return [
+                torch.empty(
+                    *(num_heads, count * self.chunks_per_block, self.chunk_tokens, width),
+                    dtype=dtype,
+                    device="cpu" if on_host else device,
+                    pin_memory=on_host and device.type == "cuda",
+                )
+                for (num_heads, width), count in zip(shapes, num_blocks, strict=True)
+            ]
 
-        self._keys_HNCD = [room(layer.num_kv_heads, layer.key_width) for layer in layers]
-        self._values_HNCD = [room(layer.num_kv_heads, layer.value_width) for layer in layers]
+        key_shapes = [(layer.num_kv_heads, layer.key_width) for layer in layers]
+        value_shapes = [(layer.num_kv_heads, layer.value_width) for layer in layers]
+        slots = [config.num_host_slots] * len(layers)
+        self._keys_HNCD, self._values_HNCD = room(key_shapes, blocks), room(value_shapes, blocks)
+        self._host_HNCD = [*room(key_shapes, slots, on_host=True), *room(value_shapes, slots, on_host=True)]
         # Gathers reuse these: fresh memory for each would cost more in page faults than the copy itself.
         self._read_keys = torch.empty(0, dtype=dtype, device=device)
         self._read_values = torch.empty(0, dtype=dtype, device=device)
 
-    def clear(self, chunk_ids: Tensor) -> None:
-        """Zeroes chunks in every layer, before their first token is written."""
-        for keys_HNCD, values_HNCD in zip(self._keys_HNCD, self._values_HNCD, strict=True):
-            keys_HNCD.index_fill_(1, chunk_ids, 0)
-            values_HNCD.index_fill_(1, chunk_ids, 0)
+    def copy(self, group: int, copies: Sequence[BlockCopy]) -> None:
+        """Carries out planned copies of whole blocks, one after the other, in the layers of a group."""
+        stores = [
+            (device, host)
+            for layer_group, device, host in zip(
+                self.group_of_layer * 2, [*self._keys_HNCD, *self._values_HNCD], self._host_HNCD, strict=True
+            )
+            if layer_group == group
+        ]
+        for copy in copies:
+            for device, host in stores:
+                source = host if copy.kind is CopyKind.FROM_HOST else device
+                target = host if copy.kind is CopyKind.TO_HOST else device
+                self._block(target, copy.target).copy_(self._block(source, copy.source))
+
+    def clear(self, group: int, chunk_ids: Tensor) -> None:
+        """Zeroes chunks in every layer of a group, before their first token is written."""
+        for layer_group, keys_HNCD, values_HNCD in zip(
+            self.group_of_layer, self._keys_HNCD, self._values_HNCD, strict=True
+        ):
+            if layer_group == group:
+                keys_HNCD.index_fill_(1, chunk_ids, 0)
+                values_HNCD.index_fill_(1, chunk_ids, 0)
 
     def write(self, layer: int, key_HTD: Tensor, value_HTD: Tensor, slots_T: Tensor) -> None:
         """Stores the tokens of a step; slot = block * page_size + offset in the block."""
@@ -83,11 +110,8 @@ class KVCache:
         self._read_values, values_HTD = _gather(self._values_HNCD[layer], chunk_ids, self._read_values)
         return keys_HTD, values_HTD
 
-
-def bytes_per_block(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype) -> int:
-    """Gives the size of one block over all layers."""
-    per_token = sum(layer.num_kv_heads * (layer.key_width + layer.value_width) for layer in layers)
-    return per_token * page_size * dtype.itemsize
+    def _block(self, store_HNCD: Tensor, block: int) -> Tensor:
+        return store_HNCD.narrow(1, block * self.chunks_per_block, self.chunks_per_block)
 
 
 def _gather(store_HNCD: Tensor, chunk_ids: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ class EngineStats:
     num_blocks: int = 0
     num_used_blocks: int = 0
     num_cached_blocks: int = 0
+    num_host_blocks: int = 0
     page_size: int = 0
     weight_version: int = 1
     is_paused: bool = False

@@ -38,45 +38,37 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache = KVCache(
-            layers,
-            num_blocks=config.num_blocks,
-            page_size=config.page_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
+        self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device)
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
-        """Computes a step and gives, by request id, the token of each row that samples.
+        """Makes the planned copies, computes a step and gives, by request id, the token of each row that samples.
 
         A failure belongs to one request: when a batch fails, its rows are run one by one, and a row that fails alone
         gets an entry with an error. Raises EngineDead when the device itself is broken.
         """
+        for group, copies in enumerate(plan.copies):
+            self._cache.copy(group, copies)
+        return self._compute(plan.rows)
+
+    def _compute(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
         try:
-            return self._forward(plan)
+            return self._forward(rows)
         except torch.AcceleratorError as error:
             raise EngineDead(f"the device failed: {error}") from error
         except Exception as error:
-            if len(plan.rows) == 1:
-                logger.exception(
-                    "request failed alone request_id=%s",
-                    plan.rows[0].request.request_id,
-                )
+            if len(rows) == 1:
+                logger.exception("request failed alone request_id=%s", rows[0].request.request_id)
                 message = f"the model failed on this request: {type(error).__name__}: {error}"
-                return {plan.rows[0].request.request_id: SampledToken(token=0, error=message)}
-            logger.warning(
-                "step failed, its rows are run one by one rows=%d error=%r",
-                len(plan.rows),
-                error,
-            )
+                return {rows[0].request.request_id: SampledToken(token=0, error=message)}
+            logger.warning("step failed, its rows are run one by one rows=%d error=%r", len(rows), error)
         samples: dict[str, SampledToken] = {}
-        for row in plan.rows:
-            samples |= self.run(StepPlan([row]))
+        for row in rows:
+            samples |= self._compute([row])
         return samples
 
-    def _forward(self, plan: StepPlan) -> dict[str, SampledToken]:
+    def _forward(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
         with torch.inference_mode():
-            batch = build_batch(plan, self._cache, self._model.device)
+            batch = build_batch(rows, self._cache, self._config.windows, self._model.device)
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
             logits_LV = self._logits(batch)
@@ -127,6 +119,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             key_width=key.shape[3],
             value_width=value.shape[3],
             num_query_groups=query.shape[1] // key.shape[1],
+            window=rules["sliding_window"],
         )
         return query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
 

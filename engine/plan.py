@@ -1,8 +1,9 @@
 """A step as a message: what the scheduler asks of the runner, and what comes back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.active_request import ActiveRequest
+from engine.block_pool import BlockCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,7 @@ class PlannedRow:
     request: ActiveRequest
     start: int
     token_ids: list[int]
-    block_ids: list[int]
+    block_tables: list[list[int]]
     samples: bool
 
     @property
@@ -22,9 +23,10 @@ class PlannedRow:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: its rows, in no order that matters."""
+    """One step: its rows, in no order that matters, and the copies to make before it, by block group and in order."""
 
     rows: list[PlannedRow]
+    copies: list[list[BlockCopy]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

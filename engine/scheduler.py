@@ -1,22 +1,34 @@
 """What the next step computes (`plan`), and what its tokens mean (`commit`). No tensors, no clock of its own.
 
-First come, first served: decoding requests first, then prompts in chunks, then the waiting line, whose head is never
-overtaken. When blocks run out, the newest request goes back to the head of the line; its full blocks stay findable.
+Running requests go on first, decoding ones before prompts; then the waiting line gives its head as long as there is
+room. When blocks run out, the lowest ranking request goes back to the line; its full blocks stay findable.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from engine.active_request import ActiveRequest
+from engine.block_groups import BlockGroup, drain_copies, find_prefix, visible_digests
 from engine.block_pool import BlockPool, block_digest, root_digest
 from engine.config import ResolvedConfig
 from engine.metrics import EngineStats
 from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.request import FinishReason, RequestStatus, WeightSpan
+from engine.waiting_line import Order, WaitingLine
 
 MIN_PREFILL_TOKENS = 32
 """A step full of decoding requests still takes so many prompt tokens, or prompts would starve."""
+MAX_PREFILL_STEPS = 8
+"""With prefill_first, decoding requests wait for so many steps at most."""
+
+LINE_ORDERS: dict[str, Order] = {"fifo": "arrival", "prefill_first": "arrival", "priority": "priority", "fair": "fair"}
+STATUS_OF = {
+    FinishReason.STOP: RequestStatus.FINISHED,
+    FinishReason.LENGTH: RequestStatus.FINISHED,
+    FinishReason.CANCELLED: RequestStatus.CANCELLED,
+    FinishReason.FAILED: RequestStatus.FAILED,
+}
 
 
 @dataclass(slots=True)
@@ -31,62 +43,72 @@ class Counters:
 
 
 class Scheduler:
-    """Owns every active request and the block pool.
+    """Owns every active request and the block pools.
 
-    Invariants: every request waits or runs; waiting ones hold no block; running ones are older than waiting ones.
+    Invariants: every request waits, runs, or is the child of one whose prompt is not computed yet; only running ones
+    hold blocks.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
-        self.pool = BlockPool(config.num_blocks)
+        self.groups = [
+            BlockGroup(BlockPool(size, num_host_slots=config.num_host_slots), window=window, page_size=config.page_size)
+            for window, size in zip(config.windows, config.pool_sizes, strict=True)
+        ]
+        self._max_chunk = min((group.max_chunk for group in self.groups), default=config.max_batch_tokens)
         self.counters = Counters()
         self.version = 1
-        self._waiting: OrderedDict[str, ActiveRequest] = OrderedDict()
+        self._line = WaitingLine(LINE_ORDERS[config.scheduler_type])
         self._running: dict[str, ActiveRequest] = {}
+        self._unborn: dict[str, ActiveRequest] = {}
+        self._arrivals = count()
+        self._num_prefill_steps = 0
         self._waiting_prefill_tokens = 0
         self._waiting_decode_tokens = 0
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._line or self._running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
 
     def requests(self) -> list[ActiveRequest]:
         """All active requests, oldest first."""
-        return [*self._running.values(), *self._waiting.values()]
+        everyone = [*self._running.values(), *self._line, *self._unborn.values()]
+        return sorted(everyone, key=lambda request: request.arrival)
 
     def add(self, request: ActiveRequest) -> None:
-        """Puts a checked request at the end of the line."""
-        assert request.request_id not in self._waiting
+        """Puts a checked request, with its children behind it, in line."""
+        assert request.request_id not in self._line
         assert request.request_id not in self._running
+        request.arrival = next(self._arrivals)
         self._enter_line(request)
         self.counters.prompt_tokens += len(request.prompt_ids)
+        for child in request.children:
+            child.arrival = next(self._arrivals)
+            self._unborn[child.request_id] = child
+        if request.num_tokens == 1:
+            self._release_children(request)
 
     def plan(self, max_tokens: int, now: float) -> StepPlan:
-        """Chooses the rows of the next step and gives them blocks, decoding ones first.
+        """Chooses the rows of the next step and gives them blocks.
 
         `max_tokens` is a wish: prompts get MIN_PREFILL_TOKENS even beyond it. `config.max_batch_tokens` is a bound.
         """
         rows: dict[str, PlannedRow] = {}
-        for request in self._oldest_first(is_decoding=True):
-            self._plan_row(request, 1, rows)
-        budget = min(
-            max(max_tokens - len(rows), MIN_PREFILL_TOKENS),
-            self.config.max_batch_tokens - len(rows),
-        )
-        for request in self._oldest_first(is_decoding=False):
-            if budget == 0:
-                break
-            budget -= self._plan_row(request, min(budget, request.num_to_compute), rows)
-        while budget > 0 and self._waiting and len(self._running) < self.config.max_requests_per_batch:
-            admitted = self._admit_head(budget, now)
-            if admitted is None:
-                break
-            budget -= self._plan_row(admitted, min(budget, admitted.num_to_compute), rows)
-        return StepPlan(list(rows.values()))
+        prompts_first = self.config.scheduler_type == "prefill_first" and self._num_prefill_steps < MAX_PREFILL_STEPS
+        if not prompts_first:
+            self._plan_decoding(rows)
+        budget = max(max_tokens - len(rows), MIN_PREFILL_TOKENS)
+        self._plan_prompts(rows, min(budget, self.config.max_batch_tokens - len(rows)), now)
+        if prompts_first:
+            self._num_prefill_steps = self._num_prefill_steps + 1 if rows else 0
+            self._plan_decoding(rows)
+        else:
+            self._num_prefill_steps = 0
+        return StepPlan(list(rows.values()), drain_copies(self.groups))
 
     def commit(self, plan: StepPlan, samples: dict[str, SampledToken], now: float) -> list[ActiveRequest]:
         """Takes the outcome of a step in; gives the requests that have something new to tell.
@@ -95,29 +117,28 @@ class Scheduler:
         """
         told = []
         for row in plan.rows:
-            sample = samples.get(row.request.request_id)
+            request = row.request
+            sample = samples.get(request.request_id)
             if sample is not None and sample.error is not None:
                 # The content of its newest blocks is not to be trusted: end without publishing them.
-                self._end(row.request, FinishReason.FAILED, now, error=sample.error)
-                told.append(row.request)
+                self._end(request, FinishReason.FAILED, now, error=sample.error)
+                told.append(request)
                 continue
-            row.request.num_computed = row.end
-            self._publish_full_blocks(row.request)
+            self._line.charge(request, num_prompt=len(row.token_ids), num_generated=int(row.samples))
+            request.num_computed = row.end
+            self._publish_full_blocks(request)
+            if request.children and request.num_computed >= len(request.prompt_ids) - 1:
+                self._fork(request, now)
             if sample is not None:
-                self._append(row.request, sample, now)
-                told.append(row.request)
+                self._append(request, sample, now)
+                told.append(request)
         return told
 
     def end(
-        self,
-        request_id: str,
-        reason: FinishReason,
-        now: float,
-        *,
-        error: str | None = None,
+        self, request_id: str, reason: FinishReason, now: float, *, error: str | None = None
     ) -> ActiveRequest | None:
         """Ends a request before its time (cancelled, failed) and frees its blocks; None when it is not active."""
-        request = self._running.get(request_id) or self._waiting.get(request_id)
+        request = self._running.get(request_id) or self._line.get(request_id) or self._unborn.get(request_id)
         if request is not None:
             self._end(request, reason, now, error=error)
         return request
@@ -128,7 +149,7 @@ class Scheduler:
         Requests in flight keep their keys and values, or with `recompute` go back to the line and compute them anew.
         """
         self.version = version
-        for request in reversed(list(self._running.values())):
+        for request in list(self._running.values()):
             if recompute:
                 self._preempt(request)
             else:
@@ -137,15 +158,17 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """The numbers this class knows; the loop adds its own."""
         running = self._running.values()
+        pools = [group.pool for group in self.groups]
         return EngineStats(
-            num_waiting=len(self._waiting),
+            num_waiting=len(self._line) + len(self._unborn),
             num_running=len(self._running),
             queued_prefill_tokens=self._waiting_prefill_tokens
             + sum(request.num_to_compute for request in running if request.num_to_compute > 1),
             pending_decode_tokens=self._waiting_decode_tokens + sum(request.num_to_generate for request in running),
-            num_blocks=self.pool.num_blocks,
-            num_used_blocks=self.pool.num_blocks - self.pool.num_free,
-            num_cached_blocks=self.pool.num_cached,
+            num_blocks=sum(pool.num_blocks for pool in pools),
+            num_used_blocks=sum(pool.num_blocks - pool.num_free for pool in pools),
+            num_cached_blocks=sum(pool.num_cached for pool in pools),
+            num_host_blocks=sum(pool.num_on_host for pool in pools),
             page_size=self.config.page_size,
             weight_version=self.version,
             prompt_tokens_total=self.counters.prompt_tokens,
@@ -157,74 +180,121 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Asserts what the class promises; for tests."""
-        self.pool.check_invariants()
-        held: dict[int, int] = {}
+        for index, group in enumerate(self.groups):
+            group.pool.check_invariants()
+            held: dict[int, int] = {}
+            for request in self._running.values():
+                table = request.block_tables[index]
+                assert len(table) * self.config.page_size >= request.num_computed
+                first = group.first_visible(request.num_computed)
+                assert all(block >= 0 for block in table[first:])
+                for block in table:
+                    held[block] = held.get(block, 0) + (block >= 0)
+            held.pop(-1, None)
+            assert held == {block: n for block, n in enumerate(group.pool._num_holders) if n > 0}
         for request in self._running.values():
             assert 0 <= request.num_computed <= request.num_tokens
-            assert len(request.block_ids) * self.config.page_size >= request.num_computed
-            assert len(request.digests) <= len(request.block_ids)
-            for block in request.block_ids:
-                held[block] = held.get(block, 0) + 1
-        assert held == {block: n for block, n in enumerate(self.pool._num_holders) if n > 0}
-        for request in self._waiting.values():
-            assert not request.block_ids
+        for request in [*self._line, *self._unborn.values()]:
+            assert not any(request.block_tables)
             assert request.num_computed == 0
-        assert self._waiting_prefill_tokens == sum(request.num_to_compute for request in self._waiting.values())
-        assert self._waiting_decode_tokens == sum(request.num_to_generate for request in self._waiting.values())
+        assert self._waiting_prefill_tokens == sum(request.num_to_compute for request in self._line)
+        assert self._waiting_decode_tokens == sum(request.num_to_generate for request in self._line)
 
-    def _oldest_first(self, *, is_decoding: bool) -> Iterator[ActiveRequest]:
-        for request in list(self._running.values()):
-            # An older request may have sent this one back to the line meanwhile.
+    # Planning
+
+    def _plan_decoding(self, rows: dict[str, PlannedRow]) -> None:
+        room = self.config.max_batch_tokens - sum(len(row.token_ids) for row in rows.values())
+        for request in self._best_first(is_decoding=True):
+            if room == 0:
+                return
+            room -= self._plan_row(request, 1, rows)
+
+    def _plan_prompts(self, rows: dict[str, PlannedRow], budget: int, now: float) -> None:
+        for request in self._best_first(is_decoding=False):
+            if budget == 0:
+                return
+            budget -= self._plan_row(request, self._chunk(request, budget), rows)
+        while budget > 0 and len(self._running) < self.config.max_requests_per_batch:
+            head = self._line.head()
+            if head is None or not self._admit(head, budget, now):
+                return
+            budget -= self._plan_row(head, self._chunk(head, budget), rows)
+
+    def _best_first(self, *, is_decoding: bool) -> Iterator[ActiveRequest]:
+        for request in sorted(self._running.values(), key=self._line.rank):
+            # A better one may have sent this one back to the line meanwhile.
             if request.request_id in self._running and (request.num_to_compute == 1) == is_decoding:
                 yield request
 
+    def _chunk(self, request: ActiveRequest, budget: int) -> int:
+        """How many tokens to compute next; of a prompt with children all but the last, which each samples after."""
+        return min(budget, self._max_chunk, request.num_to_compute - bool(request.children))
+
     def _plan_row(self, request: ActiveRequest, num_new: int, rows: dict[str, PlannedRow]) -> int:
-        """Adds a row of `num_new` tokens, sending newer requests back for their blocks where needed; gives its size."""
+        """Adds a row of `num_new` tokens, sending others back for their blocks where needed; gives its size."""
         start, end = request.num_computed, request.num_computed + num_new
-        num_missing = -(-end // self.config.page_size) - len(request.block_ids)
-        while num_missing > self.pool.num_free:
-            victim = next(reversed(self._running.values()))
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            group.drop_invisible(table, start)
+        while not self._has_blocks(request, end):
+            victim = max(self._running.values(), key=self._line.rank)
             self._preempt(victim)
             rows.pop(victim.request_id, None)
             if victim is request:
                 return 0
-        if num_missing > 0:
-            request.block_ids += self.pool.acquire(num_missing)
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            group.extend(table, end)
         rows[request.request_id] = PlannedRow(
             request=request,
             start=start,
             token_ids=request.token_ids[start:end],
-            block_ids=list(request.block_ids),
+            block_tables=[list(table) for table in request.block_tables],
             samples=end == request.num_tokens,
         )
         return num_new
 
-    def _admit_head(self, budget: int, now: float) -> ActiveRequest | None:
-        """Moves the head of the line to the running ones if blocks are there for it; with its prefix hit taken."""
-        request = next(iter(self._waiting.values()))
+    def _has_blocks(self, request: ActiveRequest, end: int) -> bool:
+        return all(
+            group.num_missing(table, end) <= group.pool.num_free
+            for group, table in zip(self.groups, request.block_tables, strict=True)
+        )
+
+    def _admit(self, request: ActiveRequest, budget: int, now: float) -> bool:
+        """Moves the head of the line to the running ones, with its prefix hit, if blocks are there for it."""
+        page = self.config.page_size
         hit = self._find_prefix(request)
-        num_cached = len(hit) * self.config.page_size
-        num_first = min(budget, request.num_tokens - num_cached)
-        num_needed = -(-(num_cached + num_first) // self.config.page_size) - len(hit)
-        num_free = self.pool.num_free - self.pool.num_free_among(hit)
-        reserve = int(self.config.safety_margin * self.pool.num_blocks) if self._running else 0
-        if num_needed + reserve > num_free:
-            return None
-        self._leave_line(request)
-        self.pool.share(hit)
-        self._running[request.request_id] = request
-        request.status = RequestStatus.PREFILLING
-        request.block_ids, request.digests = hit, request.digests[: len(hit)]
+        num_cached = len(hit) * page
+        end = num_cached + min(budget, self._max_chunk, request.num_tokens - num_cached)
+        for group in self.groups:
+            visible = visible_digests(group, hit, page)
+            num_needed = group.pool.cost(visible) + -(-end // page) - len(hit)
+            reserve = int(self.config.safety_margin * group.pool.num_blocks) if self._running else 0
+            if num_needed + reserve > group.pool.num_free:
+                return False
+        self._waiting_prefill_tokens -= request.num_to_compute
+        self._waiting_decode_tokens -= request.num_to_generate
+        self._line.admit(request)
+        request.block_tables = []
+        for group in self.groups:
+            visible = visible_digests(group, hit, page)
+            request.block_tables.append([-1] * (len(hit) - len(visible)) + group.pool.take(visible))
+        request.digests = request.digests[: len(hit)]
         request.num_computed = num_cached
         request.chain_version = self.version
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = num_cached
-            request.first_scheduled_time = now
-            self.counters.cached_tokens += num_cached
-        return request
+        self._start_running(request, now)
+        if request.children and request.num_to_compute == 1:
+            self._fork(request, now)
+        return True
 
-    def _find_prefix(self, request: ActiveRequest) -> list[int]:
-        """Gives the known blocks of the prefix; never all tokens, since one has to be computed to sample after it."""
+    def _start_running(self, request: ActiveRequest, now: float) -> None:
+        self._running[request.request_id] = request
+        request.status = RequestStatus.PREFILLING
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed
+            request.first_scheduled_time = now
+            self.counters.cached_tokens += request.num_computed
+
+    def _find_prefix(self, request: ActiveRequest) -> list[bytes]:
+        """Gives the names of the known leading blocks; never all tokens, since one has to be left to sample after."""
         if not self.config.allow_block_sharing:
             return []
         page = self.config.page_size
@@ -232,21 +302,57 @@ class Scheduler:
         if request.chain_version != self.version:
             request.digests = []
             request.chain_version = self.version
-        parent = request.digests[-1] if request.digests else root_digest(self.version, request.cache_salt)
-        for index in range(len(request.digests), num_full):
-            parent = block_digest(parent, request.token_ids[index * page : (index + 1) * page])
-            request.digests.append(parent)
-        return self.pool.lookup(request.digests[:num_full])
+        self._extend_digests(request, num_full)
+        digests = request.digests[:num_full]
+        return digests[: find_prefix(self.groups, digests, page)]
+
+    # Outcome
 
     def _publish_full_blocks(self, request: ActiveRequest) -> None:
         if request.chain_version is None or not self.config.allow_block_sharing:
             return
+        first = len(request.digests)
+        self._extend_digests(request, request.num_computed // self.config.page_size)
+        for index in range(first, len(request.digests)):
+            for group, table in zip(self.groups, request.block_tables, strict=True):
+                if table[index] >= 0:
+                    group.pool.publish(table[index], request.digests[index])
+
+    def _extend_digests(self, request: ActiveRequest, num_full: int) -> None:
         page = self.config.page_size
-        for index in range(len(request.digests), request.num_computed // page):
+        for index in range(len(request.digests), num_full):
             parent = request.digests[-1] if request.digests else root_digest(self.version, request.cache_salt)
-            digest = block_digest(parent, request.token_ids[index * page : (index + 1) * page])
-            request.digests.append(digest)
-            self.pool.publish(request.block_ids[index], digest)
+            request.digests.append(block_digest(parent, request.token_ids[index * page : (index + 1) * page]))
+
+    def _fork(self, parent: ActiveRequest, now: float) -> None:
+        """Lets the children of a computed prompt run on its blocks; those that find no room join the line instead."""
+        page, computed = self.config.page_size, parent.num_computed
+        waiting = []
+        for child in parent.children:
+            has_room = len(self._running) < self.config.max_requests_per_batch
+            if computed % page and not all(group.pool.num_free for group in self.groups):
+                has_room = False
+            if not has_room or parent.chain_version is None or self._unborn.pop(child.request_id, None) is None:
+                waiting.append(child)
+                continue
+            for group, table in zip(self.groups, parent.block_tables, strict=True):
+                shared = group.share(table, computed // page)
+                child.block_tables.append(
+                    shared + ([group.pool.fork(table[computed // page])] if computed % page else [])
+                )
+            child.num_computed = computed
+            child.digests = list(parent.digests)
+            child.chain_version = parent.chain_version
+            self._start_running(child, now)
+        parent.children = waiting
+        self._release_children(parent)
+
+    def _release_children(self, parent: ActiveRequest) -> None:
+        """Puts children that cannot share blocks (any more) in line as requests of their own."""
+        for child in parent.children:
+            if self._unborn.pop(child.request_id, None) is not None:
+                self._enter_line(child)
+        parent.children = []
 
     def _append(self, request: ActiveRequest, sample: SampledToken, now: float) -> None:
         request.status = RequestStatus.DECODING
@@ -270,19 +376,12 @@ class Scheduler:
         else:
             request.spans.append(WeightSpan(self.version, end - 1, end))
 
-    def _end(
-        self,
-        request: ActiveRequest,
-        reason: FinishReason,
-        now: float,
-        *,
-        error: str | None = None,
-    ) -> None:
-        if request.request_id in self._running:
-            del self._running[request.request_id]
+    def _end(self, request: ActiveRequest, reason: FinishReason, now: float, *, error: str | None = None) -> None:
+        if self._running.pop(request.request_id, None) is not None:
             self._free_blocks(request)
-        else:
+        elif self._unborn.pop(request.request_id, None) is None:
             self._leave_line(request)
+        self._release_children(request)
         request.status = STATUS_OF[reason]
         request.finish_reason = reason
         request.error = error
@@ -290,7 +389,7 @@ class Scheduler:
         self.counters.ended[reason.value] += 1
 
     def _preempt(self, request: ActiveRequest) -> None:
-        """Sends a running request back to the head of the line; what it generated stays."""
+        """Sends a running request back to the line; what it generated stays."""
         del self._running[request.request_id]
         self._free_blocks(request)
         request.num_computed = 0
@@ -298,26 +397,17 @@ class Scheduler:
         request.status = RequestStatus.PENDING
         self.counters.preemptions += 1
         self._enter_line(request)
-        self._waiting.move_to_end(request.request_id, last=False)
 
     def _free_blocks(self, request: ActiveRequest) -> None:
-        self.pool.release(request.block_ids)
-        request.block_ids = []
+        for group, table in zip(self.groups, request.block_tables, strict=True):
+            group.release(table)
 
     def _enter_line(self, request: ActiveRequest) -> None:
-        self._waiting[request.request_id] = request
+        self._line.push(request)
         self._waiting_prefill_tokens += request.num_to_compute
         self._waiting_decode_tokens += request.num_to_generate
 
     def _leave_line(self, request: ActiveRequest) -> None:
-        del self._waiting[request.request_id]
+        self._line.remove(request)
         self._waiting_prefill_tokens -= request.num_to_compute
         self._waiting_decode_tokens -= request.num_to_generate
-
-
-STATUS_OF = {
-    FinishReason.STOP: RequestStatus.FINISHED,
-    FinishReason.LENGTH: RequestStatus.FINISHED,
-    FinishReason.CANCELLED: RequestStatus.CANCELLED,
-    FinishReason.FAILED: RequestStatus.FAILED,
-}

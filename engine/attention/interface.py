@@ -73,11 +73,10 @@ def run_attention(step: AttentionStep) -> StepFunction:
         layer_rules = LayerRules(
             layer=module.layer_idx,  # type: ignore[arg-type]  # every attention layer of transformers has an int here
             scale=rules["scaling"] if rules["scaling"] is not None else query.shape[-1] ** -0.5,
-            window=rules["sliding_window"],
             softcap=rules["softcap"],
             sinks=rules["s_aux"],
         )
-        return attend(step, query_HGTD, key[0], value[0], layer_rules)
+        return attend(step.view(layer_rules.layer), query_HGTD, key[0], value[0], layer_rules)
 
     return call
 

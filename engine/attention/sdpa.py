@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engine.attention.step import AttentionStep
+from engine.attention.step import LayerView
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,38 +19,36 @@ class LayerRules:
 
     layer: int
     scale: float
-    window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
 
 
 def attend(
-    step: AttentionStep,
+    view: LayerView,
     query_HGTD: Tensor,
     key_HTD: Tensor,
     value_HTD: Tensor,
     rules: LayerRules,
 ) -> Tensor:
     """Stores the new keys and values and gives the attention output as T x (H * G) x D."""
-    step.cache.write(rules.layer, key_HTD, value_HTD, step.slots_T)
+    view.cache.write(rules.layer, key_HTD, value_HTD, view.slots_T)
     num_heads, num_groups, num_tokens, _ = query_HGTD.shape
     out_THGD = query_HGTD.new_empty(num_tokens, num_heads, num_groups, value_HTD.shape[-1])
-    for index, group in enumerate(step.groups):
+    for index, group in enumerate(view.groups):
         query_HRGD = query_HGTD[:, :, group.start : group.end].transpose(1, 2)
-        out_HRGD = _attend_group(step, index, query_HRGD, rules)
+        out_HRGD = _attend_group(view, index, query_HRGD, rules)
         out_THGD[group.start : group.end] = out_HRGD.transpose(0, 1)
-    for index, chunk in enumerate(step.chunks):
+    for index, chunk in enumerate(view.chunks):
         rows = slice(chunk.start, chunk.end)
         if chunk.chunk_ids is None:
             seen_key_HSD, seen_value_HSD = key_HTD[:, rows], value_HTD[:, rows]
         else:
-            num_keys = chunk.context + chunk.end - chunk.start
-            read_key_HSD, read_value_HSD = step.cache.read(rules.layer, chunk.chunk_ids)
+            read_key_HSD, read_value_HSD = view.cache.read(rules.layer, chunk.chunk_ids)
             seen_key_HSD, seen_value_HSD = (
-                read_key_HSD[:, :num_keys],
-                read_value_HSD[:, :num_keys],
+                read_key_HSD[:, : chunk.num_keys],
+                read_value_HSD[:, : chunk.num_keys],
             )
-        mask_QS = step.chunk_mask(index, window=rules.window, dtype=query_HGTD.dtype)
+        mask_QS = view.chunk_mask(index, dtype=query_HGTD.dtype)
         sinks = None if rules.sinks is None else rules.sinks.view(num_heads, num_groups, 1, 1)
         out_HGQD = _weigh(
             query_HGTD[:, :, rows],
@@ -66,18 +64,12 @@ def attend(
     return out_THGD.flatten(1, 2)
 
 
-def _attend_group(step: AttentionStep, index: int, query_HRGD: Tensor, rules: LayerRules) -> Tensor:
+def _attend_group(view: LayerView, index: int, query_HRGD: Tensor, rules: LayerRules) -> Tensor:
     num_heads, num_rows, num_groups, _ = query_HRGD.shape
-    keys_HTD, values_HTD = step.cache.read(rules.layer, step.groups[index].chunk_ids)
+    keys_HTD, values_HTD = view.cache.read(rules.layer, view.groups[index].chunk_ids)
     key_HRSD = keys_HTD.view(num_heads, num_rows, -1, keys_HTD.shape[-1])
     value_HRSD = values_HTD.view(num_heads, num_rows, -1, values_HTD.shape[-1])
-    mask = step.group_mask(
-        index,
-        num_groups=num_groups,
-        num_keys=key_HRSD.shape[2],
-        window=rules.window,
-        dtype=query_HRGD.dtype,
-    )
+    mask = view.group_mask(index, num_groups=num_groups, num_keys=key_HRSD.shape[2], dtype=query_HRGD.dtype)
     sinks = None if rules.sinks is None else rules.sinks.view(num_heads, 1, num_groups, 1)
     return _weigh(query_HRGD, (key_HRSD, value_HRSD), mask, rules, sinks)
 

@@ -1,7 +1,8 @@
 """What attention has to know of one step: which rows of the packed batch read which chunks of the cache.
 
 Shapes: R rows of a decode group, S keys a row may see, G query heads that share a kv head, Q tokens of a prompt chunk.
-The packed batch holds all single-token rows first, group by group, then the prompt chunks.
+The packed batch holds all single-token rows first, group by group, then the prompt chunks. Layers that look equally
+far back share a `LayerView`.
 """
 
 from dataclasses import dataclass, field
@@ -16,12 +17,14 @@ from engine.kv_cache import KVCache
 class DecodeGroup:
     """Rows `start` to `end` of the batch, one token each, of about equal length; chunk_ids holds R x (S / C) ids.
 
-    lengths_R counts the keys each row may see, its own token included.
+    first_R: the position of the first key that is read for each row. lengths_R: how many keys each row has, its own
+    token included; those from there on are padding.
     """
 
     start: int
     end: int
     chunk_ids: Tensor
+    first_R: Tensor
     lengths_R: Tensor
 
 
@@ -29,59 +32,72 @@ class DecodeGroup:
 class PromptChunk:
     """Rows `start` to `end` are consecutive tokens of one request, the first at position `context`.
 
-    chunk_ids names its keys from position 0; None when there is no context: the batch itself then holds them all.
+    chunk_ids names its keys from position `first` on; None when there is no context: the batch itself then holds them.
     """
 
     start: int
     end: int
     context: int
+    first: int
     chunk_ids: Tensor | None
+
+    @property
+    def num_keys(self) -> int:
+        return self.context + self.end - self.start - self.first
 
 
 @dataclass(slots=True)
-class AttentionStep:
-    """Lives for one forward pass; masks are made once and shared by the layers."""
+class LayerView:
+    """One step as the layers of one block group see it. Masks are made once and shared by the layers.
+
+    window: how many tokens a token sees, itself included; None is all of them.
+    """
 
     cache: KVCache
+    window: int | None
     slots_T: Tensor
     groups: list[DecodeGroup]
     chunks: list[PromptChunk]
-    _masks: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
 
-    def group_mask(
-        self,
-        index: int,
-        *,
-        num_groups: int,
-        num_keys: int,
-        window: int | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
+    def group_mask(self, index: int, *, num_groups: int, num_keys: int, dtype: torch.dtype) -> Tensor:
         """Gives 0 where a row may look and -inf elsewhere, as 1 x R x G x S."""
-        key = (index, window, num_groups)
+        key = ("group", index, num_groups)
         if key not in self._masks:
-            lengths_R1 = self.groups[index].lengths_R[:, None]
-            position_S = torch.arange(num_keys, device=lengths_R1.device)
-            visible_RS = position_S < lengths_R1
-            if window is not None:
-                visible_RS &= position_S >= lengths_R1 - window
-            mask_RS = torch.zeros(visible_RS.shape, dtype=dtype, device=lengths_R1.device)
-            mask_RS.masked_fill_(~visible_RS, float("-inf"))
-            self._masks[key] = mask_RS[None, :, None, :].repeat(1, 1, num_groups, 1)
+            group = self.groups[index]
+            position_RS = group.first_R[:, None] + torch.arange(num_keys, device=group.first_R.device)
+            visible_RS = position_RS < group.lengths_R[:, None]
+            if self.window is not None:
+                visible_RS &= position_RS >= group.lengths_R[:, None] - self.window
+            self._masks[key] = _as_mask(visible_RS, dtype)[None, :, None, :].repeat(1, 1, num_groups, 1)
         return self._masks[key]
 
-    def chunk_mask(self, index: int, *, window: int | None, dtype: torch.dtype) -> Tensor:
+    def chunk_mask(self, index: int, *, dtype: torch.dtype) -> Tensor:
         """Gives the causal mask of a prompt chunk over its keys, as Q x S."""
-        key = (-1 - index, window, 0)
+        key = ("chunk", index, 0)
         if key not in self._masks:
-            chunk = self.chunks[index]
-            num_queries = chunk.end - chunk.start
-            device = self.slots_T.device
-            query_Q1 = torch.arange(chunk.context, chunk.context + num_queries, device=device)[:, None]
-            position_S = torch.arange(chunk.context + num_queries, device=device)
+            chunk, device = self.chunks[index], self.slots_T.device
+            end = chunk.first + chunk.num_keys
+            query_Q1 = torch.arange(chunk.context, end, device=device)[:, None]
+            position_S = torch.arange(chunk.first, end, device=device)
             visible_QS = position_S <= query_Q1
-            if window is not None:
-                visible_QS &= position_S > query_Q1 - window
-            mask_QS = torch.zeros(visible_QS.shape, dtype=dtype, device=device)
-            self._masks[key] = mask_QS.masked_fill_(~visible_QS, float("-inf"))
+            if self.window is not None:
+                visible_QS &= position_S > query_Q1 - self.window
+            self._masks[key] = _as_mask(visible_QS, dtype)
         return self._masks[key]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """Lives for one forward pass: the views by block group, and the group of each layer."""
+
+    views: list[LayerView]
+    group_of_layer: list[int]
+
+    def view(self, layer: int) -> LayerView:
+        return self.views[self.group_of_layer[layer]]
+
+
+def _as_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+    return mask.masked_fill_(~visible, float("-inf"))

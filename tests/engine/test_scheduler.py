@@ -1,17 +1,23 @@
-"""The scheduler without a model: a fake runner whose next token is a function of the tokens before it."""
+"""The scheduler without a model: a fake cache checks every key that a row reads, and the next token is a function of
+the tokens before it.
+"""
 
 import random
 from itertools import count
+from weakref import WeakKeyDictionary
 
 import pytest
 
 from engine.active_request import ActiveRequest
+from engine.block_pool import BlockCopy, CopyKind
 from engine.config import ResolvedConfig
-from engine.plan import SampledToken, StepPlan
+from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.request import FinishReason, RequestStatus, SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import MAX_PREFILL_STEPS, Scheduler
+from engine.waiting_line import MAX_OVERTAKEN
 
 EOS = 96
+CACHES: WeakKeyDictionary[Scheduler, "FakeCache"] = WeakKeyDictionary()
 numbers = count()
 
 
@@ -44,17 +50,52 @@ def next_token(tokens: list[int]) -> int:
     return (sum(tokens) * 31 + len(tokens)) % 97
 
 
-def fake_run(plan: StepPlan) -> dict[str, SampledToken]:
-    for row in plan.rows:
-        assert row.token_ids == row.request.token_ids[row.start : row.end]
-        assert row.start == row.request.num_computed
-        assert len(row.block_ids) * 4 >= row.end
-    return {row.request.request_id: SampledToken(next_token(row.request.token_ids)) for row in plan.rows if row.samples}
+class FakeCache:
+    """Remembers, for every slot of every group, which tokens led to it; a read of anything else is an error."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.config = scheduler.config
+        self.device: list[dict[tuple[int, int], int]] = [{} for _ in scheduler.groups]
+        self.host: list[dict[tuple[int, int], int]] = [{} for _ in scheduler.groups]
+
+    def run(self, plan: StepPlan) -> dict[str, SampledToken]:
+        for group, copies in enumerate(plan.copies):
+            for copy in copies:
+                self._copy(group, copy)
+        for row in plan.rows:
+            assert row.token_ids == row.request.token_ids[row.start : row.end]
+            assert row.start == row.request.num_computed
+            for group, window in enumerate(self.config.windows):
+                self._check_and_write(row, group, window)
+        return {
+            row.request.request_id: SampledToken(next_token(row.request.token_ids)) for row in plan.rows if row.samples
+        }
+
+    def _copy(self, group: int, copy: BlockCopy) -> None:
+        source = self.host if copy.kind is CopyKind.FROM_HOST else self.device
+        target = self.host if copy.kind is CopyKind.TO_HOST else self.device
+        for offset in range(self.config.page_size):
+            content = source[group].get((copy.source, offset))
+            target[group].pop((copy.target, offset), None)
+            if content is not None:
+                target[group][copy.target, offset] = content
+
+    def _check_and_write(self, row: PlannedRow, group: int, window: int | None) -> None:
+        page, table = self.config.page_size, row.block_tables[group]
+        first = 0 if window is None else max(0, row.start - window + 1)
+        for position in range(first, row.end):
+            slot = (table[position // page], position % page)
+            content = hash(tuple(row.request.token_ids[: position + 1]))
+            assert slot[0] >= 0
+            if position >= row.start:
+                self.device[group][slot] = content
+            assert self.device[group][slot] == content, "these keys belong to somebody else"
 
 
 def step(scheduler: Scheduler, max_tokens: int = 64) -> StepPlan:
+    cache = CACHES.setdefault(scheduler, FakeCache(scheduler))
     plan = scheduler.plan(max_tokens, now=0.0)
-    scheduler.commit(plan, fake_run(plan), now=0.0)
+    scheduler.commit(plan, cache.run(plan), now=0.0)
     scheduler.check_invariants()
     return plan
 
@@ -180,7 +221,8 @@ def test_a_failed_row_ends_alone() -> None:
     scheduler.add(good)
     scheduler.add(bad)
     plan = scheduler.plan(64, now=0.0)
-    samples = fake_run(plan) | {bad.request_id: SampledToken(0, error="boom")}
+    CACHES[scheduler] = FakeCache(scheduler)
+    samples = CACHES[scheduler].run(plan) | {bad.request_id: SampledToken(0, error="boom")}
     scheduler.commit(plan, samples, now=0.0)
     scheduler.check_invariants()
     assert (bad.status, bad.error) == (RequestStatus.FAILED, "boom")
@@ -189,25 +231,43 @@ def test_a_failed_row_ends_alone() -> None:
     assert good.output_ids == expected_output(good)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_every_request_ends_right_on_a_random_walk(seed: int) -> None:
-    rng = random.Random(seed)
-    config = make_config(
-        num_blocks=rng.randint(8, 24),
+def random_config(rng: random.Random) -> ResolvedConfig:
+    num_blocks = rng.randint(8, 24)
+    windows: tuple[int | None, ...] = rng.choice([(None,), (None,), (5,), (None, 6), (None, 9)])
+    return make_config(
+        num_blocks=num_blocks,
+        max_model_len=num_blocks * 4,
         max_batch_tokens=rng.choice([8, 16, 64]),
         max_requests_per_batch=rng.randint(1, 8),
         allow_block_sharing=rng.random() < 0.8,
         safety_margin=rng.choice([0.0, 0.15, 0.5]),
+        scheduler_type=rng.choice(["fifo", "prefill_first", "priority", "fair"]),
+        windows=windows,
+        blocks_of_group=tuple(num_blocks if window is None else rng.randint(5, 16) for window in windows),
+        num_host_slots=rng.choice([0, 0, 3, 20]),
     )
-    scheduler = Scheduler(config)
+
+
+def random_request(rng: random.Random, prefix: list[int]) -> ActiveRequest:
+    tail = [rng.randrange(97) for _ in range(rng.randint(1, 8))]
+    request = make_request(prefix[: rng.randint(0, 12)] + tail, max_new_tokens=rng.randint(1, 12))
+    request.tenant, request.priority = rng.choice([None, "a", "b"]), rng.randint(0, 2)
+    if rng.random() < 0.2:
+        request.children = [make_request(request.prompt_ids, rng.randint(1, 12)) for _ in range(rng.randint(1, 3))]
+    return request
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_request_ends_right_on_a_random_walk(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = Scheduler(random_config(rng))
     prefix = [rng.randrange(97) for _ in range(12)]
     submitted: list[ActiveRequest] = []
     version = 1
     for tick in range(300):
         if tick < 200 and rng.random() < 0.4:
-            tail = [rng.randrange(97) for _ in range(rng.randint(1, 8))]
-            request = make_request(prefix[: rng.randint(0, 12)] + tail, max_new_tokens=rng.randint(1, 12))
-            submitted.append(request)
+            request = random_request(rng, prefix)
+            submitted += [request, *request.children]
             scheduler.add(request)
         if submitted and rng.random() < 0.05:
             scheduler.end(rng.choice(submitted).request_id, FinishReason.CANCELLED, now=0.0)
@@ -219,18 +279,152 @@ def test_every_request_ends_right_on_a_random_walk(seed: int) -> None:
             assert step(scheduler, max_tokens=rng.choice([1, 16, 64])).rows
     while scheduler.has_requests:
         assert step(scheduler).rows
-    assert scheduler.pool.num_free == config.num_blocks
+    assert scheduler.requests() == []
+    assert all(group.pool.num_free == group.pool.num_blocks for group in scheduler.groups)
     assert sum(scheduler.counters.ended.values()) == len(submitted)
     assert scheduler.counters.generated_tokens == sum(len(request.output_ids) for request in submitted)
     for request in submitted:
-        whole = expected_output(request)
-        assert request.output_ids == whole[: len(request.output_ids)]
-        assert request.status is RequestStatus.CANCELLED or request.output_ids == whole
-        ends = [0, *(span.end for span in request.spans)]
-        assert [span.start for span in request.spans] == ends[:-1]
-        assert ends[-1] == len(request.output_ids)
-        versions = [span.version for span in request.spans]
-        assert versions == sorted(set(versions))
+        check_ending(request)
+
+
+def check_ending(request: ActiveRequest) -> None:
+    whole = expected_output(request)
+    assert request.output_ids == whole[: len(request.output_ids)]
+    assert request.status is RequestStatus.CANCELLED or request.output_ids == whole
+    ends = [0, *(span.end for span in request.spans)]
+    assert [span.start for span in request.spans] == ends[:-1]
+    assert ends[-1] == len(request.output_ids)
+    versions = [span.version for span in request.spans]
+    assert versions == sorted(set(versions))
+
+
+def test_evicted_blocks_sink_to_the_host_and_come_back_as_hits() -> None:
+    scheduler = Scheduler(make_config(num_blocks=4, max_model_len=16, num_host_slots=8))
+    first = make_request(list(range(1, 13)), 1)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(make_request(list(range(50, 63)), 1))
+    step(scheduler)
+    again = make_request(list(range(1, 13)), 1)
+    scheduler.add(again)
+    plan = step(scheduler)
+    assert [copy.kind for copy in plan.copies[0]].count(CopyKind.FROM_HOST) == 2
+    assert (again.num_cached_tokens, again.output_ids) == (8, first.output_ids)
+
+
+def test_a_sliding_window_holds_only_the_blocks_it_can_see() -> None:
+    config = make_config(num_blocks=16, windows=(None, 6), blocks_of_group=(16, 4), max_batch_tokens=8)
+    scheduler = Scheduler(config)
+    request = make_request(list(range(40)), max_new_tokens=8)
+    scheduler.add(request)
+    while scheduler.has_requests:
+        step(scheduler)
+    assert request.output_ids == expected_output(request)
+    assert request.num_preemptions == 0
+
+
+def test_a_hybrid_prefix_hit_needs_the_full_blocks_and_the_last_window() -> None:
+    config = make_config(num_blocks=16, windows=(None, 6), blocks_of_group=(16, 8))
+    scheduler = Scheduler(config)
+    prompt = list(range(1, 22))
+    scheduler.add(make_request(prompt, 1))
+    step(scheduler)
+    same = make_request(prompt, 1)
+    scheduler.add(same)
+    step(scheduler)
+    assert same.num_cached_tokens == 20
+    for _ in range(4):  # other requests push the window's blocks out, not the full ones
+        scheduler.groups[1].pool.release(scheduler.groups[1].pool.acquire(8))
+    late = make_request(prompt, 1)
+    scheduler.add(late)
+    step(scheduler)
+    assert late.num_cached_tokens == 0
+
+
+def test_further_samples_share_the_prompt_and_copy_only_its_last_block() -> None:
+    scheduler = Scheduler(make_config(num_blocks=32))
+    parent = make_request(list(range(1, 12)), max_new_tokens=3)
+    parent.children = [make_request(parent.prompt_ids, max_new_tokens=3) for _ in range(3)]
+    family = [parent, *parent.children]
+    scheduler.add(parent)
+    assert step(scheduler).num_tokens == 10
+    assert scheduler.stats().num_used_blocks == 2 + 4
+    plan = step(scheduler)
+    assert plan.num_tokens == 4
+    assert [copy.kind for copy in plan.copies[0]] == [CopyKind.ON_DEVICE] * 3
+    while scheduler.has_requests:
+        step(scheduler)
+    assert [request.output_ids for request in family] == [expected_output(parent)] * 4
+
+
+def test_samples_of_a_one_token_prompt_and_of_a_prompt_wholly_cached() -> None:
+    scheduler = Scheduler(make_config(num_blocks=32))
+    scheduler.add(make_request(list(range(1, 10)), 1))
+    step(scheduler)
+    for prompt in ([5], list(range(1, 10))):
+        parent = make_request(prompt, max_new_tokens=2)
+        parent.children = [make_request(prompt, max_new_tokens=2)]
+        family = [parent, *parent.children]
+        scheduler.add(parent)
+        while scheduler.has_requests:
+            step(scheduler)
+        assert [request.output_ids for request in family] == [expected_output(parent)] * 2
+
+
+def admission_order(scheduler: Scheduler, requests: list[ActiveRequest]) -> list[int]:
+    for request in requests:
+        scheduler.add(request)
+    order: list[int] = []
+    while scheduler.has_requests:
+        for row in step(scheduler).rows:
+            index = requests.index(row.request)
+            if index not in order:
+                order.append(index)
+    return order
+
+
+def test_priority_takes_the_smallest_first_and_then_the_oldest() -> None:
+    requests = [make_request([1, 2], 1) for _ in range(4)]
+    for index, priority in enumerate([5, 0, 5, -1]):
+        requests[index].priority = priority
+    scheduler = Scheduler(make_config(scheduler_type="priority", max_requests_per_batch=1, max_batch_tokens=2))
+    assert admission_order(scheduler, requests) == [3, 1, 0, 2]
+
+
+def test_no_request_is_overtaken_for_ever() -> None:
+    scheduler = Scheduler(make_config(scheduler_type="priority", max_requests_per_batch=1, max_batch_tokens=2))
+    low = make_request([1, 2], 1)
+    low.priority = 9
+    scheduler.add(low)
+    num_overtaking = 0
+    while low.first_scheduled_time < 0:
+        scheduler.add(make_request([3, 4], 1))
+        step(scheduler)
+        num_overtaking += 1
+    assert num_overtaking == MAX_OVERTAKEN + 1
+
+
+def test_fair_gives_a_quiet_tenant_its_turn_before_a_busy_one() -> None:
+    requests = [make_request([1, 2, 3, 4], 2) for _ in range(7)]
+    for index, tenant in enumerate(["busy"] * 5 + ["quiet", "late"]):
+        requests[index].tenant = tenant
+    scheduler = Scheduler(make_config(scheduler_type="fair", max_requests_per_batch=1, max_batch_tokens=4))
+    order = admission_order(scheduler, requests)
+    assert order.index(5) <= 2
+    assert order.index(6) <= 3
+
+
+def test_prefill_first_takes_prompts_before_decoding_but_not_for_ever() -> None:
+    scheduler = Scheduler(make_config(scheduler_type="prefill_first", num_blocks=64, max_batch_tokens=4))
+    decoding = make_request([1], max_new_tokens=4)
+    scheduler.add(decoding)
+    step(scheduler)
+    for _ in range(3):
+        scheduler.add(make_request([2] * 20, max_new_tokens=1))
+    plans = [step(scheduler) for _ in range(MAX_PREFILL_STEPS + 1)]
+    with_decoding = [any(row.request is decoding for row in plan.rows) for plan in plans]
+    assert with_decoding[:2] == [False, False]
+    assert any(with_decoding)
 
 
 def test_the_cost_of_a_step_does_not_depend_on_the_line() -> None:
@@ -239,14 +433,14 @@ def test_the_cost_of_a_step_does_not_depend_on_the_line() -> None:
         for _ in range(num_waiting):
             scheduler.add(make_request([1, 2, 3]))
         visits = 0
-        original = scheduler._admit_head
+        original = scheduler._admit
 
         def counting(*args: object) -> object:
             nonlocal visits
             visits += 1
             return original(*args)  # type: ignore[arg-type]
 
-        scheduler._admit_head = counting  # type: ignore[method-assign,assignment]
+        scheduler._admit = counting  # type: ignore[method-assign,assignment]
         scheduler.plan(64, now=0.0)
         return visits
 
