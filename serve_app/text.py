@@ -65,8 +65,12 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def token_text(self, token_id: int) -> str:
-        """Gives one token as log-probabilities show it, special ones by name."""
-        return str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        """Gives one token as log-probabilities show it: special ones by name, parts of characters as U+FFFD."""
+        alone = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        if REPLACEMENT in alone:
+            return alone
+        # Some tokenizers drop the space before the first token, so the second of two equal ones is looked at.
+        return str(self._tokenizer.decode([token_id, token_id], clean_up_tokenization_spaces=False))[len(alone) :]
 
     def is_skipped(self, token_id: int) -> bool:
         """True for special tokens, which are no part of the text."""

@@ -95,7 +95,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
 }
 
-INTERNAL_ERROR = PitstopError("internal error; the router's log has the details")
+INTERNAL_ERROR_MESSAGE = "internal error; the log of the router has the details"
 """What a client sees of an error nobody expected: its text may hold what a client must not see."""
 
 

@@ -77,6 +77,15 @@ class Message(RequestModel):
         return {"role": self.role, "content": text}
 
 
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class Conversation(RequestModel):
+    """A chat as the Python handle takes it: its messages alone."""
+
+    messages: Messages
+
+
 class StreamOptions(RequestModel):
     """What a stream carries besides its deltas."""
 
@@ -149,7 +158,7 @@ class GenerationRequest(RequestModel, ABC):
 class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
 

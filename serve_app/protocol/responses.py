@@ -44,7 +44,7 @@ class Usage(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    """One token of a chat answer. bytes are the token's own, also where they are only a part of a character."""
+    """One token of a chat answer. bytes is null for a token that holds only a part of a character."""
 
     token: str
     logprob: float
