@@ -15,7 +15,17 @@ from engine.errors import (
     WeightsInvalid,
     WeightsSourceError,
 )
+from engine.generate import (
+    ContinuousMixin,
+    continuous_batching_context_manager,
+    destroy_cached_continuous_batching_manager,
+    enable,
+    generate_batch,
+    init_continuous_batching,
+)
+from engine.manager import ContinuousBatchingManager
 from engine.metrics import EngineStats
+from engine.model import check_supported, load_model
 from engine.request import (
     FinishReason,
     GenerationOutput,
@@ -28,6 +38,8 @@ from engine.request import (
 __all__ = [
     "ContextLengthExceeded",
     "ContinuousBatchingConfig",
+    "ContinuousBatchingManager",
+    "ContinuousMixin",
     "DuplicateRequest",
     "EngineDead",
     "EngineStats",
@@ -46,4 +58,11 @@ __all__ = [
     "WeightsInvalid",
     "WeightsSourceError",
     "WorkloadHints",
+    "check_supported",
+    "continuous_batching_context_manager",
+    "destroy_cached_continuous_batching_manager",
+    "enable",
+    "generate_batch",
+    "init_continuous_batching",
+    "load_model",
 ]

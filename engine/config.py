@@ -14,7 +14,10 @@ DEFAULT_MAX_BATCH_TOKENS = 8192
 DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
 
 
-@pydantic_dataclass(frozen=True, config=ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True))
+@pydantic_dataclass(
+    frozen=True,
+    config=ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True),
+)
 class ContinuousBatchingConfig:
     """How one manager batches, caches and schedules. `None` means "choose for me".
 

@@ -1,17 +1,17 @@
 """Every error this project raises on purpose, in one tree.
 
-    PitstopError
-    ├── InvalidRequest (ValueError)         the caller asked for something that cannot be done
-    │   ├── ContextLengthExceeded           prompt and new tokens do not fit the model or the cache
-    │   └── DuplicateRequest                the id is in flight already
-    ├── QueueFull (RuntimeError)            too many requests wait; try again later
-    ├── EngineStopped (RuntimeError)        the manager was stopped or destroyed, or has not started
-    ├── EngineDead (RuntimeError)           the generation loop ended on an error it could not survive
-    ├── UnsupportedModel (ValueError)       this architecture cannot be served
-    └── WeightsError (RuntimeError)
-        ├── WeightsSourceError              the source is missing or cannot be read
-        ├── WeightsInvalid                  a tensor is missing, extra, misshapen, of another dtype or not finite
-        └── SwapConflict                    another swap is under way
+PitstopError
+├── InvalidRequest (ValueError)         the caller asked for something that cannot be done
+│   ├── ContextLengthExceeded           prompt and new tokens do not fit the model or the cache
+│   └── DuplicateRequest                the id is in flight already
+├── QueueFull (RuntimeError)            too many requests wait; try again later
+├── EngineStopped (RuntimeError)        the manager was stopped or destroyed, or has not started
+├── EngineDead (RuntimeError)           the generation loop ended on an error it could not survive
+├── UnsupportedModel (ValueError)       this architecture cannot be served
+└── WeightsError (RuntimeError)
+    ├── WeightsSourceError              the source is missing or cannot be read
+    ├── WeightsInvalid                  a tensor is missing, extra, misshapen, of another dtype or not finite
+    └── SwapConflict                    another swap is under way
 """
 
 

@@ -47,7 +47,7 @@ class SamplingParams:
     top_p: keep the smallest set of tokens whose probability reaches it; in (0, 1].
     seed: token i of the output depends on (seed, position) and the scores alone; None draws one at random.
     max_new_tokens: at most so many tokens; None means up to the length limit of the model.
-    eos_token_ids: ids that end the request (the id itself is part of the output); None means the model's, () means none.
+    eos_token_ids: ids that end the request (and are part of its output); None means the model's, () means none.
     logprobs: also give the log-probability of each token, of the scores it was sampled from.
     """
 
@@ -63,7 +63,9 @@ class SamplingParams:
         _check_number("temperature", self.temperature, minimum=0.0, maximum=100.0)
         _check_number("top_p", self.top_p, minimum=0.0, maximum=1.0)
         if self.top_p == 0:
-            raise InvalidRequest("top_p is 0; it must be above 0 and at most 1", param="top_p")
+            raise InvalidRequest(
+                "top_p is 0; it must be above 0 and at most 1", param="top_p"
+            )
         _check_integer("top_k", self.top_k, minimum=0)
         _check_integer("seed", self.seed, minimum=-MAX_SEED, maximum=MAX_SEED - 1)
         _check_integer("max_new_tokens", self.max_new_tokens, minimum=1)
@@ -73,7 +75,11 @@ class SamplingParams:
 
     def filled_from(self, defaults: "SamplingParams") -> "SamplingParams":
         """Gives a copy in which every None is replaced by the value of `defaults`."""
-        missing = {name: getattr(defaults, name) for name in self.__slots__ if getattr(self, name) is None}
+        missing = {
+            name: getattr(defaults, name)
+            for name in self.__slots__
+            if getattr(self, name) is None
+        }
         return replace(self, **missing)
 
 
@@ -132,7 +138,9 @@ class TokenView(Sequence[Any]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
-        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+        return len(self) == len(other) and all(
+            a == b for a, b in zip(self, other, strict=True)
+        )
 
     __hash__ = None  # type: ignore[assignment]  # equal to lists, which are unhashable too
 
@@ -151,7 +159,7 @@ class GenerationOutput:
     generated_tokens: all tokens so far: a shared view while streaming, a plain list in the last output.
     new_tokens: those since the output before this one; a callback may carry several.
     logprobs: one per generated token where asked for, else empty.
-    created_time, lifespan, timestamps: `time.perf_counter()` seconds; lifespan is (first scheduled, ended), -1 while unset.
+    created_time, lifespan, timestamps: `time.perf_counter()` seconds; lifespan is (first scheduled, ended), -1 unset.
     weight_versions: spans over generated_tokens, in order, without gaps.
     num_cached_tokens: prompt tokens taken from the prefix cache when the request was first scheduled.
     """
@@ -176,20 +184,37 @@ class GenerationOutput:
         return self.status.is_terminal
 
 
-def _check_number(name: str, value: float | None, *, minimum: float, maximum: float) -> None:
+def _check_number(
+    name: str, value: float | None, *, minimum: float, maximum: float
+) -> None:
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; it must be a finite number", param=name)
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not isfinite(value)
+    ):
+        raise InvalidRequest(
+            f"{name} is {value!r}; it must be a finite number", param=name
+        )
     if not minimum <= value <= maximum:
-        raise InvalidRequest(f"{name} is {value}; it must be between {minimum:g} and {maximum:g}", param=name)
+        raise InvalidRequest(
+            f"{name} is {value}; it must be between {minimum:g} and {maximum:g}",
+            param=name,
+        )
 
 
-def _check_integer(name: str, value: int | None, *, minimum: int, maximum: int | None = None) -> None:
+def _check_integer(
+    name: str, value: int | None, *, minimum: int, maximum: int | None = None
+) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} is {value!r}; it must be an integer", param=name)
     if value < minimum or (maximum is not None and value > maximum):
-        bound = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
+        bound = (
+            f"at least {minimum}"
+            if maximum is None
+            else f"between {minimum} and {maximum}"
+        )
         raise InvalidRequest(f"{name} is {value}; it must be {bound}", param=name)

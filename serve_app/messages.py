@@ -59,7 +59,7 @@ class SwapOrder:
 
 @dataclass(frozen=True, slots=True)
 class SwapReply:
-    """A replica's answer to stage, commit or abort. error is one sentence, error_type the class name of engine.errors."""
+    """A replica's answer to stage, commit or abort. error is one sentence, error_type its class in engine.errors."""
 
     replica_id: str
     version: int

@@ -1,0 +1,62 @@
+# make help lists the targets. Needed on the machine: Python 3.11 or newer, pip and make.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+# tool:package pairs that make test-all needs beyond Python
+SYSTEM_TOOLS :=
+
+PORT ?=
+MODEL ?=
+REPLICAS ?=
+SERVE_OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(REPLICAS),--replicas $(REPLICAS))
+
+.PHONY: help setup fetch serve test test-all deps format clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+setup: $(STAMP) ## .venv with the locked dependencies
+
+$(STAMP): requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Pitstop needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -q -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -e .
+	touch $@
+
+fetch: setup ## the default model, into the cache folder
+	$(BIN)/pitstop fetch
+
+serve: setup ## serve a model: make serve PORT=8123 MODEL=/some/folder REPLICAS=2
+	$(if $(MODEL),,$(BIN)/pitstop fetch)
+	exec $(BIN)/pitstop serve configs/local.yaml $(SERVE_OPTIONS)
+
+test: setup ## format check, lint, types, import directions, tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: setup fetch ## what takes longer or needs system packages, beyond make test
+	@for pair in $(SYSTEM_TOOLS); do command -v "$${pair%%:*}" >/dev/null || { \
+	    echo "$${pair%%:*} is missing: apt-get install -y $${pair##*:}, or make deps" >&2; exit 1; }; done
+	$(PYTEST) -m "slow and not gpu"
+
+deps: ## install the system packages that make test-all uses
+	$(if $(SYSTEM_TOOLS),apt-get install -y --no-install-recommends $(foreach pair,$(SYSTEM_TOOLS),$(lastword $(subst :, ,$(pair)))),@echo "no system package is needed")
+
+format: setup ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean: ## remove what the other targets made here
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

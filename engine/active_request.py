@@ -1,0 +1,98 @@
+"""A request inside the engine: its tokens, its progress, its blocks. Only the scheduler writes to it."""
+
+from dataclasses import dataclass, field
+
+from engine.request import (
+    FinishReason,
+    GenerationOutput,
+    RequestStatus,
+    SamplingParams,
+    TokenView,
+    WeightSpan,
+)
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """One request from submission to its terminal output.
+
+    Invariant: 0 <= num_computed <= num_tokens, and the blocks hold keys and values of the first num_computed tokens.
+    `sampling` has no None left. Prefill, prefix hits, preemption and resumption are all num_computed catching up with
+    num_tokens.
+    """
+
+    request_id: str
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    created_time: float
+    streaming: bool = False
+    record_timestamps: bool = False
+    cache_salt: str | None = None
+
+    token_ids: list[int] = field(default_factory=list)
+    """Prompt and output."""
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    """Names of the full blocks so far; shorter than block_ids when the tail is not full."""
+    chain_version: int | None = None
+    """The weight version that all its blocks were filled under; None when they mix versions and may not be shared."""
+
+    status: RequestStatus = RequestStatus.PENDING
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    spans: list[WeightSpan] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    first_scheduled_time: float = -1.0
+    ended_time: float = -1.0
+    num_delivered: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_new_tokens(self) -> int:
+        assert self.sampling.max_new_tokens is not None
+        return self.sampling.max_new_tokens
+
+    @property
+    def num_to_generate(self) -> int:
+        return self.max_new_tokens - len(self.output_ids)
+
+    def take_output(self) -> GenerationOutput:
+        """Gives the state of this moment, with everything since the last call as new."""
+        start, self.num_delivered = self.num_delivered, len(self.output_ids)
+        is_last = self.status.is_terminal
+        return GenerationOutput(
+            request_id=self.request_id,
+            prompt_ids=self.prompt_ids,
+            generated_tokens=self.output_ids if is_last else TokenView(self.output_ids),
+            logprobs=self.logprobs if is_last else TokenView(self.logprobs),
+            error=self.error,
+            status=self.status,
+            created_time=self.created_time,
+            lifespan=(self.first_scheduled_time, self.ended_time),
+            timestamps=self._timestamps(is_last),
+            new_tokens=self.output_ids[start:],
+            new_logprobs=self.logprobs[start:],
+            finish_reason=self.finish_reason,
+            weight_versions=tuple(self.spans),
+            num_cached_tokens=self.num_cached_tokens or 0,
+        )
+
+    def _timestamps(self, is_last: bool) -> list[float] | TokenView | None:
+        if not self.record_timestamps:
+            return None
+        return self.timestamps if is_last else TokenView(self.timestamps)

@@ -1,0 +1,1 @@
+"""Attention over the paged cache, behind transformers' attention interface."""

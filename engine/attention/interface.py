@@ -1,0 +1,115 @@
+"""The function that transformers' models call for attention while the engine runs them.
+
+`use_step` switches a model to it for one forward pass and back, so that outside of it (a training step inside
+`pause()`, plain `generate`) the model is as its owner made it.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from engine.attention.sdpa import LayerRules, attend
+from engine.attention.step import AttentionStep
+from engine.errors import UnsupportedModel
+
+IMPLEMENTATION = "pitstop"
+STEP_ARGUMENT = "pitstop_step"
+"""The keyword under which the step travels through the model's forward to its attention layers."""
+
+HARMLESS_ARGUMENTS = frozenset(
+    {
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+    }
+    | {"is_causal", "head_mask", "return_dict", "layer_head_mask"}
+)
+"""Keywords that models pass along and that change nothing for a causal decoder run without their own cache."""
+
+StepFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
+"""(layer module, query 1xAxTxD, key 1xHxTxD, value 1xHxTxD, rules) -> output T x A x D."""
+
+
+def attention_configs(model: PreTrainedModel) -> list[Any]:
+    """Gives the config objects that attention layers may look at: each module that holds one, without repeats."""
+    configs = {
+        id(config): config
+        for module in model.modules()
+        if (config := getattr(module, "config", None)) is not None
+    }
+    return list(configs.values())
+
+
+@contextmanager
+def use_step(configs: list[Any]) -> Iterator[None]:
+    """While inside, the attention layers that look at these configs call `_forward_attention`."""
+    AttentionInterface.register(IMPLEMENTATION, _forward_attention)
+    previous = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = IMPLEMENTATION
+        yield
+    finally:
+        for config, implementation in zip(configs, previous, strict=True):
+            config._attn_implementation = implementation
+
+
+def run_attention(step: AttentionStep) -> StepFunction:
+    """Gives the step function that reads and writes the paged cache."""
+
+    def call(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rules: dict[str, Any],
+    ) -> Tensor:
+        num_kv_heads = key.shape[1]
+        query_HGTD = query[0].unflatten(
+            0, (num_kv_heads, query.shape[1] // num_kv_heads)
+        )
+        layer_rules = LayerRules(
+            layer=module.layer_idx,  # type: ignore[arg-type]  # every attention layer of transformers has an int here
+            scale=rules["scaling"]
+            if rules["scaling"] is not None
+            else query.shape[-1] ** -0.5,
+            window=rules["sliding_window"],
+            softcap=rules["softcap"],
+            sinks=rules["s_aux"],
+        )
+        return attend(step, query_HGTD, key[0], value[0], layer_rules)
+
+    return call
+
+
+def _forward_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **arguments: Any,  # what the model family passes: checked below, not ignored
+) -> tuple[Tensor, None]:
+    step_function: StepFunction = arguments.pop(STEP_ARGUMENT)
+    rules = {
+        name: arguments.pop(name, None)
+        for name in ("scaling", "sliding_window", "softcap", "s_aux")
+    }
+    arguments.pop("dropout", None)
+    unknown = sorted(
+        name
+        for name, value in arguments.items()
+        if value is not None and name not in HARMLESS_ARGUMENTS
+    )
+    if unknown or attention_mask is not None:
+        what = f"{', '.join(unknown)}" if unknown else "its own attention mask"
+        raise UnsupportedModel(
+            f"{type(module).__name__} wants attention with {what}, which the engine does not know"
+        )
+    return step_function(module, query, key, value, rules)[None], None

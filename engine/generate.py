@@ -1,0 +1,190 @@
+"""The entry points, as functions that take the model first, and as methods for a model that wants them."""
+
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedModel
+
+from engine.config import ContinuousBatchingConfig
+from engine.errors import InvalidRequest
+from engine.manager import ContinuousBatchingManager
+from engine.request import (
+    FinishReason,
+    GenerationOutput,
+    RequestStatus,
+    SamplingParams,
+    WorkloadHints,
+)
+
+_CACHED_MANAGER = "_pitstop_manager"
+
+
+def init_continuous_batching(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: WorkloadHints | None = None,
+) -> ContinuousBatchingManager:
+    """Gives a manager for the model, not started; the one kept by an earlier `persistent_manager=True` if there is one.
+
+    Raises UnsupportedModel, and InvalidRequest for configs that cannot be honoured or differ from the kept manager's.
+    """
+    kept: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
+    if kept is None:
+        return ContinuousBatchingManager(
+            model, generation_config, continuous_batching_config, workload_hints
+        )
+    for name, wanted, present in (
+        ("generation_config", generation_config, kept.generation_config),
+        (
+            "continuous_batching_config",
+            continuous_batching_config,
+            kept.continuous_batching_config,
+        ),
+    ):
+        if wanted is not None and wanted != present:
+            raise InvalidRequest(
+                f"the model keeps a manager with another {name}; call destroy_cached_continuous_batching_manager first",
+                name,
+            )
+    return kept
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: WorkloadHints | None = None,
+) -> Iterator[ContinuousBatchingManager]:
+    """Runs a manager for the length of a `with` block; leaving it finishes what was submitted.
+
+    block, timeout: how leaving waits, as in `ContinuousBatchingManager.stop`. When the body raises, requests still in
+    flight are ended at once. persistent_manager: leave the manager running, kept on the model.
+    """
+    manager = init_continuous_batching(
+        model, generation_config, continuous_batching_config, workload_hints
+    )
+    if warmup:
+        manager.warmup()
+    if not manager.is_running():
+        manager.start()
+    try:
+        yield manager
+    except BaseException:
+        if not persistent_manager:
+            manager.stop(block=block, timeout=timeout, hard_stop=True)
+        raise
+    if persistent_manager:
+        setattr(model, _CACHED_MANAGER, manager)
+        return
+    manager.stop(block=block, timeout=timeout)
+    manager.destroy()
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    inputs: Sequence[Sequence[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    *,
+    max_new_tokens: int | None = None,
+    sampling: SamplingParams | None = None,
+) -> dict[str, GenerationOutput]:
+    """Generates for every prompt; gives the last output of each by request id, in the order of the prompts.
+
+    A prompt that is refused or fails is there too, with status FAILED and its `error`; it does not touch the others.
+    """
+    if not inputs:
+        return {}
+    lengths = [len(ids) for ids in inputs if isinstance(ids, Sized)]
+    hints = WorkloadHints(
+        max_prompt_length=max(lengths, default=0),
+        max_generated_length=max_new_tokens or 0,
+    )
+    results: dict[str, GenerationOutput] = {}
+    pending = []
+    with continuous_batching_context_manager(
+        model,
+        generation_config,
+        continuous_batching_config=continuous_batching_config,
+        persistent_manager=persistent_manager,
+        warmup=warmup,
+        workload_hints=hints if max_new_tokens else None,
+    ) as manager:
+        for index, input_ids in enumerate(inputs):
+            try:
+                request_id = manager.add_request(
+                    input_ids,
+                    max_new_tokens=max_new_tokens,
+                    record_timestamps=record_timestamps,
+                    sampling=sampling,
+                )
+            except InvalidRequest as error:
+                results[f"refused_{index}"] = _failed(
+                    f"refused_{index}", input_ids, str(error)
+                )
+            else:
+                pending.append(request_id)
+                results[request_id] = _failed(
+                    request_id, input_ids, "the manager stopped before it ended"
+                )
+        for request_id in tqdm(
+            pending, disable=not progress_bar, desc="requests", unit="request"
+        ):
+            output = manager.get_result(request_id)
+            if output is not None:
+                results[request_id] = output
+    return results
+
+
+def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
+    """Stops and drops the manager that the model keeps, if it keeps one."""
+    manager: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
+    if manager is not None:
+        manager.destroy()
+        delattr(model, _CACHED_MANAGER)
+
+
+class ContinuousMixin:
+    """The entry points as methods: mix it into a model class, or give them to one model with `enable`."""
+
+    init_continuous_batching = init_continuous_batching
+    continuous_batching_context_manager = continuous_batching_context_manager
+    generate_batch = generate_batch
+    destroy_cached_continuous_batching_manager = (
+        destroy_cached_continuous_batching_manager
+    )
+
+
+def enable(model: PreTrainedModel) -> PreTrainedModel:
+    """Gives this model the methods of `ContinuousMixin`, in place of transformers' own of the same names; returns it."""
+    methods: dict[str, Any] = {
+        name: function
+        for name, function in vars(ContinuousMixin).items()
+        if not name.startswith("__")
+    }
+    for name, function in methods.items():
+        setattr(model, name, MethodType(function, model))
+    return model
+
+
+def _failed(request_id: str, prompt_ids: Sequence[int], error: str) -> GenerationOutput:
+    return GenerationOutput(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        error=error,
+        status=RequestStatus.FAILED,
+        finish_reason=FinishReason.FAILED,
+    )

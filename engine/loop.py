@@ -1,0 +1,319 @@
+"""The generation loop: drain the inbox, plan, run, commit, publish; parked between steps while somebody holds a pause."""
+
+import logging
+import threading
+from dataclasses import dataclass, replace
+from enum import Enum
+from time import perf_counter
+from typing import Protocol
+
+from engine.active_request import ActiveRequest
+from engine.errors import DuplicateRequest, EngineDead, EngineStopped
+from engine.metrics import EngineStats
+from engine.outbox import Outbox
+from engine.request import FinishReason
+from engine.scheduler import SampledToken, Scheduler, StepPlan
+from engine.step_budget import StepBudget
+
+PAUSE_WARNING_S = 60.0
+HANG_S = 120.0
+"""A step that runs longer than this counts as hung; the longest honest step is bounded by the step budget."""
+
+logger = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """What the loop needs of the model: the tokens of a step, by request id."""
+
+    def run(self, plan: StepPlan) -> dict[str, SampledToken]: ...
+
+
+class StopMode(Enum):
+    """FLUSH finishes what was submitted, HARD ends it now with what it has."""
+
+    FLUSH = "flush"
+    HARD = "hard"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    request_id: str
+
+
+class GenerationLoop:
+    """The state that the loop's thread and its callers share. Everything below `_wake` is guarded by it.
+
+    The scheduler belongs to the loop's thread, and to holders of a pause while it is parked.
+    """
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        outbox: Outbox,
+        budget: StepBudget,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._outbox = outbox
+        self._budget = budget
+        self._wake = threading.Condition()
+        self._inbox: list[ActiveRequest | _Cancel] = []
+        self._active_ids: set[str] = set()
+        self._num_in_inbox = 0
+        self._num_pauses = 0
+        self._is_parked = False
+        self._stop: StopMode | None = None
+        self._is_running = False
+        self._step_started: float | None = None
+        self._num_steps = 0
+        self._step_seconds = 0.0
+        self._last_step_s = 0.0
+        self._paused_seconds = 0.0
+        self._num_swaps = 0
+        self.fatal_error: BaseException | None = None
+        self._stats = scheduler.stats()
+
+    # Called from any thread.
+
+    @property
+    def is_running(self) -> bool:
+        return self._is_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no step has taken up yet."""
+        return self._num_in_inbox + self._stats.num_waiting
+
+    def submit(self, request: ActiveRequest) -> None:
+        """Posts a checked request. Raises EngineStopped or EngineDead when no step will take it up, DuplicateRequest."""
+        with self._wake:
+            self._raise_if_closed()
+            if request.request_id in self._active_ids:
+                raise DuplicateRequest(
+                    f"request id {request.request_id!r} is in flight; choose another",
+                    param="request_id",
+                )
+            self._active_ids.add(request.request_id)
+            self._inbox.append(request)
+            self._num_in_inbox += 1
+            self._wake.notify_all()
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request by the end of the step in progress; unknown ids are ignored."""
+        with self._wake:
+            if request_id in self._active_ids:
+                self._inbox.append(_Cancel(request_id))
+                self._wake.notify_all()
+
+    def stop(self, mode: StopMode) -> None:
+        """Asks the thread to end; a later HARD overrides an earlier FLUSH."""
+        with self._wake:
+            if self._stop is not StopMode.HARD:
+                self._stop = mode
+            self._wake.notify_all()
+
+    def stats(self) -> EngineStats:
+        """The numbers as of the end of the last step."""
+        return replace(
+            self._stats,
+            num_waiting=self.num_waiting,
+            is_paused=self._is_parked,
+            is_alive=self._is_running and self.fatal_error is None,
+        )
+
+    def check_health(self) -> None:
+        """Raises EngineDead when the loop ended on an error or hangs in a step."""
+        if self.fatal_error is not None:
+            raise EngineDead(
+                f"the generation loop ended: {self.fatal_error}"
+            ) from self.fatal_error
+        started = self._step_started
+        if started is not None and perf_counter() - started > HANG_S:
+            raise EngineDead(
+                f"a step has been running for {perf_counter() - started:.0f} s"
+            )
+
+    def acquire_pause(self) -> None:
+        """Returns once the loop is parked between two steps. Raises when it does not run or ends meanwhile."""
+        with self._wake:
+            if not self._is_running:
+                raise EngineStopped(
+                    "pause() needs a running manager; call start() first"
+                )
+            self._num_pauses += 1
+            self._wake.notify_all()
+            self._wake.wait_for(lambda: self._is_parked or not self._is_running)
+            if not self._is_running:
+                self._num_pauses -= 1
+                raise EngineStopped("the manager stopped before it could pause")
+
+    def release_pause(self) -> None:
+        """Gives a pause back; the loop goes on when the last one is."""
+        with self._wake:
+            self._num_pauses -= 1
+            self._wake.notify_all()
+
+    def change_version(self, version: int, *, in_flight: str) -> None:
+        """Starts a weight version; the caller holds a pause."""
+        with self._wake:
+            assert self._is_parked, (
+                "the weight version changes only while the loop is parked"
+            )
+            if in_flight == "abort":
+                for request in self._scheduler.requests():
+                    self._scheduler.end(
+                        request.request_id,
+                        FinishReason.CANCELLED,
+                        perf_counter(),
+                        error="weights changed",
+                    )
+                    self._publish([request])
+            self._scheduler.set_version(version, recompute=in_flight == "recompute")
+            self._num_swaps += 1
+            self._refresh_stats()
+
+    # The loop's own thread.
+
+    def mark_started(self) -> None:
+        """Opens the loop for callers; `run` follows in the loop's thread."""
+        self._stop = None
+        self.fatal_error = None
+        self._is_running = True
+        self._outbox.open()
+
+    def run(self) -> None:
+        """Generates until stopped. Whatever happens, every request gets its terminal output."""
+        try:
+            while self._wait_for_work():
+                self._step()
+        except BaseException as error:  # the only way out that is not a stop: the device is broken, or we have a bug
+            logger.exception("generation loop ended")
+            self.fatal_error = error
+        finally:
+            self._end_all()
+
+    def _wait_for_work(self) -> bool:
+        """Takes the inbox in, parks while paused; gives False when it is time to end."""
+        while True:
+            with self._wake:
+                if self._num_pauses > 0:
+                    self._park()
+                posted, self._inbox = self._inbox, []
+                self._num_in_inbox = 0
+                stop = self._stop
+            self._take_in(posted)
+            if stop is StopMode.HARD:
+                return False
+            if self._scheduler.has_requests:
+                return True
+            with self._wake:
+                if self._inbox or self._num_pauses > 0 or self._stop is StopMode.HARD:
+                    continue
+                if self._stop is StopMode.FLUSH:
+                    return False
+                self._wake.wait()
+
+    def _park(self) -> None:
+        started = perf_counter()
+        self._is_parked = True
+        self._wake.notify_all()
+        while not self._wake.wait_for(
+            lambda: self._num_pauses == 0, timeout=PAUSE_WARNING_S
+        ):
+            logger.warning(
+                "generation is still paused paused_s=%.0f", perf_counter() - started
+            )
+        self._is_parked = False
+        self._paused_seconds += perf_counter() - started
+
+    def _take_in(self, posted: list[ActiveRequest | _Cancel]) -> None:
+        ended = []
+        for item in posted:
+            if isinstance(item, ActiveRequest):
+                self._scheduler.add(item)
+            else:
+                request = self._scheduler.end(
+                    item.request_id, FinishReason.CANCELLED, perf_counter()
+                )
+                ended += [request] if request is not None else []
+        if posted:
+            self._refresh_stats()
+        self._publish(ended)
+
+    def _step(self) -> None:
+        started = perf_counter()
+        plan = self._scheduler.plan(self._budget.max_tokens(), started)
+        assert plan.rows, "requests are active, but none can be scheduled"
+        self._step_started = started
+        samples = self._runner.run(plan)
+        self._step_started = None
+        now = perf_counter()
+        told = self._scheduler.commit(plan, samples, now)
+        self._last_step_s = now - started
+        self._budget.observe(plan, self._last_step_s)
+        self._num_steps += 1
+        self._step_seconds += self._last_step_s
+        self._refresh_stats()
+        self._publish(told)
+
+    def _publish(self, requests: list[ActiveRequest]) -> None:
+        outputs = [
+            request.take_output()
+            for request in requests
+            if request.streaming or request.status.is_terminal
+        ]
+        with self._wake:
+            self._active_ids.difference_update(
+                output.request_id for output in outputs if output.is_finished()
+            )
+        for request_id in self._outbox.deliver(outputs):
+            self.cancel(request_id)
+
+    def _refresh_stats(self) -> None:
+        self._stats = replace(
+            self._scheduler.stats(),
+            prefill_tokens_per_s=self._budget.prefill_tokens_per_s,
+            decode_tokens_per_s=self._budget.decode_tokens_per_s,
+            last_step_s=self._last_step_s,
+            steps_total=self._num_steps,
+            step_seconds_total=self._step_seconds,
+            paused_seconds_total=self._paused_seconds,
+            weight_swaps_total=self._num_swaps,
+        )
+
+    def _end_all(self) -> None:
+        reason = (
+            f"the generation loop ended: {self.fatal_error}"
+            if self.fatal_error
+            else "the manager was stopped"
+        )
+        with self._wake:
+            posted, self._inbox = self._inbox, []
+            self._num_in_inbox = 0
+            self._step_started = None
+        for item in posted:
+            if isinstance(item, ActiveRequest):
+                self._scheduler.add(item)
+        ended = self._scheduler.requests()
+        for request in ended:
+            self._scheduler.end(
+                request.request_id, FinishReason.FAILED, perf_counter(), error=reason
+            )
+        self._refresh_stats()
+        self._publish(ended)
+        with self._wake:
+            self._is_running = False
+            self._wake.notify_all()
+        self._outbox.close()
+
+    def _raise_if_closed(self) -> None:
+        if self.fatal_error is not None:
+            raise EngineDead(
+                f"the generation loop ended: {self.fatal_error}; start() again or replace the process"
+            )
+        if self._stop is not None:
+            raise EngineStopped(
+                "the manager is stopping or was stopped; start() it again to submit requests"
+            )

@@ -1,0 +1,466 @@
+"""The handle to one persistent generation loop: submit, read, cancel, pause, change weights."""
+
+import asyncio
+import logging
+import operator
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from engine.active_request import ActiveRequest
+from engine.config import ContinuousBatchingConfig, ResolvedConfig
+from engine.errors import (
+    ContextLengthExceeded,
+    EngineStopped,
+    InvalidRequest,
+    QueueFull,
+)
+from engine.generation_defaults import as_token_ids, sampling_defaults
+from engine.loop import GenerationLoop, StopMode
+from engine.metrics import EngineStats
+from engine.model import check_supported
+from engine.model_runner import ModelRunner, probe_layers
+from engine.outbox import Outbox
+from engine.request import GenerationOutput, SamplingParams, WorkloadHints
+from engine.scheduler import Scheduler
+from engine.sizing import resolve_config
+from engine.step_budget import StepBudget
+
+if TYPE_CHECKING:
+    from engine.weights import StagedWeights
+
+EXIT_JOIN_S = 5.0
+"""How long the interpreter waits at its end for the step in progress."""
+IN_FLIGHT_CHOICES = ("keep", "recompute", "abort")
+PROCESSOR_KEYWORDS = ("temperature", "top_k", "top_p")
+
+logger = logging.getLogger(__name__)
+
+
+class ContinuousBatchingManager:
+    """Thread-safe. While it runs, the model belongs to it; inside `pause()` to whoever holds the pause.
+
+    Made by `init_continuous_batching`, `continuous_batching_context_manager` or `generate_batch`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig | None = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: WorkloadHints | None = None,
+    ) -> None:
+        check_supported(model)
+        self.model = model
+        self.generation_config = generation_config
+        self.continuous_batching_config = (
+            continuous_batching_config or ContinuousBatchingConfig()
+        )
+        self.workload_hints = workload_hints
+        own_config = model.generation_config or GenerationConfig()
+        self._defaults, self._max_length = sampling_defaults(
+            own_config, generation_config
+        )
+        self._layers = probe_layers(model)
+        self.config: ResolvedConfig = resolve_config(
+            self.continuous_batching_config, model, self._layers, workload_hints
+        )
+        self._seeds = random.Random(self.config.seed)
+        self._request_numbers = count()
+        self._lock = threading.Lock()
+        self._pauses_of_thread = threading.local()
+        self._outbox = Outbox()
+        self._version = 1
+        self._was_training = model.training
+        self._is_destroyed = False
+        self._thread: threading.Thread | None = None
+        self._loop = self._make_loop()
+        self._needs_new_loop = False
+
+    # Life
+
+    def start(self) -> None:
+        """Starts the generation thread; a second call only warns. Works again after `stop` and after a crash."""
+        with self._lock:
+            if self._is_destroyed:
+                raise EngineStopped("the manager was destroyed; make a new one")
+            if self.is_running():
+                logger.warning("manager is already running")
+                return
+            if self._needs_new_loop or self._loop.fatal_error is not None:
+                self._loop = self._make_loop()
+            self._needs_new_loop = True
+            self._was_training = self.model.training
+            self.model.eval()
+            self._loop.mark_started()
+            self._thread = threading.Thread(
+                target=self._loop.run, name="pitstop-generation", daemon=True
+            )
+            self._thread.start()
+            # A daemon thread ends anywhere, so at exit (or when nobody holds the manager) it is asked to end first.
+            weakref.finalize(self, _end_thread, self._loop, self._thread)
+
+    def is_running(self) -> bool:
+        """True while the generation thread is alive."""
+        return (
+            self._thread is not None
+            and self._thread.is_alive()
+            and self._loop.is_running
+        )
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Ends the thread: what was submitted is finished first, or with `hard_stop` ended FAILED with its partial tokens.
+
+        With `block` it waits for at most `timeout` seconds; a loop that needs longer goes on to its end by itself. The
+        prefix cache is dropped at the next start unless `keep_for_next_session`.
+        """
+        if getattr(self._pauses_of_thread, "count", 0) > 0:
+            raise RuntimeError(
+                "stop() was called inside this thread's own pause(); leave the pause first"
+            )
+        if self._thread is None:
+            logger.warning("manager was never started")
+            return
+        self._loop.stop(StopMode.HARD if hard_stop else StopMode.FLUSH)
+        if block:
+            self.join(perf_counter(), timeout)
+        self._needs_new_loop = not keep_for_next_session
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Waits for the thread to end, for `timeout` seconds at most; `stop_trigger_time` is when it was asked to."""
+        if self._thread is None:
+            return
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            logger.warning(
+                "manager still finishes its requests waited_s=%.1f",
+                perf_counter() - stop_trigger_time,
+            )
+            return
+        logger.info("manager stopped took_s=%.2f", perf_counter() - stop_trigger_time)
+        self.model.train(self._was_training)
+
+    def destroy(self) -> None:
+        """Stops at once, for good. Safe to call again."""
+        self._is_destroyed = True
+        if self._thread is not None:
+            self.stop(hard_stop=True)
+
+    def warmup(self) -> None:
+        """Prepares what a first step would otherwise have to; there is nothing to capture without CUDA graphs."""
+
+    # Requests
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        *,
+        sampling: SamplingParams | None = None,
+        cache_salt: str | None = None,
+        **logit_processor_kwargs: Any,
+    ) -> str:
+        """Submits one prompt and gives its id. All checks happen here; after it, the request ends with one terminal output.
+
+        Raises InvalidRequest (and its kinds), QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside
+        `pause()`: the request then waits.
+        """
+        prompt_ids = self._checked_ids(input_ids)
+        request_id = self._checked_id(request_id)
+        given = self._merge_sampling(
+            sampling, max_new_tokens, eos_token_id, logit_processor_kwargs
+        )
+        request = ActiveRequest(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            sampling=self._filled_sampling(given, len(prompt_ids)),
+            created_time=perf_counter(),
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            cache_salt=cache_salt,
+        )
+        limit = self.config.max_queue_size
+        if limit and self._loop.num_waiting >= limit:
+            raise QueueFull(
+                f"{limit} requests wait already, which is max_queue_size; try again later",
+                limit,
+            )
+        self._loop.submit(request)
+        return request_id
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> list[str]:
+        """Submits several prompts in their order and gives their ids; raises at the first that is refused."""
+        return [
+            self.add_request(
+                ids,
+                max_new_tokens=max_new_tokens,
+                streaming=streaming,
+                record_timestamps=record_timestamps,
+                **logit_processor_kwargs,
+            )
+            for ids in inputs
+        ]
+
+    def cancel_request(self, request_id: str) -> None:
+        """Ends a request by the end of the step in progress; its terminal output says CANCELLED. Unknown ids: nothing."""
+        self._loop.cancel(request_id)
+
+    def get_result(
+        self, request_id: str | None = None, timeout: float | None = None
+    ) -> GenerationOutput | None:
+        """Waits up to `timeout` seconds (None: without limit) for an output, of one request or of any.
+
+        None after the timeout, and at once when nothing is stored and the manager does not run.
+        """
+        return self._outbox.take(request_id, timeout)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Outputs of all requests as they come, until the manager stops and all were read."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Outputs of one request, the terminal one last; ends early only when the manager does."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def register_result_handler(
+        self, request_id: str, callback: Callable[[GenerationOutput], None]
+    ) -> None:
+        """Sends each output of a request to `callback`, run in the calling asyncio loop, until the terminal one.
+
+        To miss nothing, register first and add the request then. Raises RuntimeError outside of a running loop.
+        """
+        self._outbox.register(request_id, callback, asyncio.get_running_loop())
+
+    def forget_result_handler(self, request_id: str) -> None:
+        """Drops the handler of a request that `add_request` refused."""
+        self._outbox.forget(request_id)
+
+    # Weights
+
+    @property
+    def weight_version(self) -> int:
+        """The version that the next step samples from; starts at 1."""
+        return self._version
+
+    @contextmanager
+    def pause(self, *, weights_changed: bool = True) -> Iterator[None]:
+        """Holds the loop between two steps so that the caller may use the model or change its weights in place.
+
+        Nothing is lost: requests keep their place and their keys and values, new ones may be added and wait. Leaving
+        starts a new weight version, so that no prefix computed before is found again, unless `weights_changed` is False.
+        Re-entrant, and several threads may hold it; generation resumes when the last one leaves. Raises EngineStopped
+        when the manager does not run.
+        """
+        self._enter_pause()
+        try:
+            yield
+        finally:
+            if weights_changed:
+                self._change_version(None, in_flight="keep")
+            self._leave_pause()
+
+    paused = pause
+
+    def commit_weights(
+        self,
+        staged: "StagedWeights",
+        *,
+        version: int | None = None,
+        in_flight: str = "keep",
+    ) -> float:
+        """Exchanges the weights at a step boundary and gives the seconds that generation stood still for it.
+
+        in_flight: "keep" lets running requests go on over their keys and values, "recompute" computes those anew,
+        "abort" ends the requests CANCELLED. version: above the present one; None counts up by one. When the exchange
+        fails, the old weights are back before generation resumes, and the error is raised.
+        """
+        if in_flight not in IN_FLIGHT_CHOICES:
+            raise InvalidRequest(
+                f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}",
+                "in_flight",
+            )
+        with self.pause(weights_changed=False):
+            parked = perf_counter()
+            self._check_version(version)
+            try:
+                staged.commit()
+            except BaseException:
+                staged.rollback()
+                raise
+            self._change_version(version, in_flight=in_flight)
+        return perf_counter() - parked
+
+    # Numbers
+
+    def stats(self) -> EngineStats:
+        """The numbers as of the last step; cheap."""
+        return self._loop.stats()
+
+    def check_health(self) -> None:
+        """Raises EngineDead when the loop ended on an error or hangs in a step."""
+        self._loop.check_health()
+
+    # Inside
+
+    def _make_loop(self) -> GenerationLoop:
+        scheduler = Scheduler(self.config)
+        scheduler.version = self._version
+        budget = StepBudget(
+            max_batch_tokens=self.config.max_batch_tokens,
+            target_step_s=self.config.target_step_s,
+        )
+        runner = ModelRunner(self.model, self.config, self._layers)
+        return GenerationLoop(
+            scheduler=scheduler, runner=runner, outbox=self._outbox, budget=budget
+        )
+
+    def _enter_pause(self) -> None:
+        self._loop.acquire_pause()
+        self._pauses_of_thread.count = getattr(self._pauses_of_thread, "count", 0) + 1
+
+    def _leave_pause(self) -> None:
+        self._pauses_of_thread.count -= 1
+        self._loop.release_pause()
+
+    def _check_version(self, wanted: int | None) -> None:
+        if wanted is not None and wanted <= self._version:
+            raise InvalidRequest(
+                f"version is {wanted}; it must be above the present one, {self._version}",
+                "version",
+            )
+
+    def _change_version(self, wanted: int | None, *, in_flight: str) -> None:
+        with self._lock:
+            version = self._version + 1 if wanted is None else wanted
+            self._loop.change_version(version, in_flight=in_flight)
+            self._version = version
+
+    def _checked_ids(self, input_ids: Sequence[int]) -> list[int]:
+        values = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
+        if not values:
+            raise InvalidRequest(
+                "the prompt is empty; it must hold at least one token id",
+                param="input_ids",
+            )
+        vocab_size = self.config.vocab_size
+        for index, value in enumerate(values):
+            if type(value) is not int:
+                values[index] = value = _as_token_id(value, index)
+            if not 0 <= value < vocab_size:
+                raise InvalidRequest(
+                    f"input_ids[{index}] is {value}; ids of this model are 0 to {vocab_size - 1}",
+                    param="input_ids",
+                )
+        return values
+
+    def _checked_id(self, request_id: str | None) -> str:
+        if request_id is None:
+            return f"req_{next(self._request_numbers)}"
+        if not isinstance(request_id, str) or not request_id:
+            raise InvalidRequest(
+                f"request_id is {request_id!r}; it must be a non-empty string",
+                param="request_id",
+            )
+        return request_id
+
+    def _merge_sampling(
+        self,
+        sampling: SamplingParams | None,
+        max_new_tokens: int | None,
+        eos_token_id: int | list[int] | None,
+        keywords: dict[str, Any],
+    ) -> SamplingParams:
+        """One set of parameters from the three ways to give them; the same one twice is refused."""
+        unknown = sorted(set(keywords) - set(PROCESSOR_KEYWORDS))
+        if unknown:
+            raise InvalidRequest(
+                f"{unknown[0]} is not a parameter of add_request; use sampling=SamplingParams(...)",
+                unknown[0],
+            )
+        if keywords and not self.continuous_batching_config.per_request_processors:
+            name = next(iter(keywords))
+            raise InvalidRequest(
+                f"{name} needs per_request_processors=True, or give it in sampling=SamplingParams(...)",
+                name,
+            )
+        extra = dict(keywords)
+        if max_new_tokens is not None:
+            extra["max_new_tokens"] = max_new_tokens
+        if eos_token_id is not None:
+            extra["eos_token_ids"] = as_token_ids(eos_token_id)
+        sampling = sampling or SamplingParams()
+        for name in extra:
+            if getattr(sampling, name) is not None:
+                raise InvalidRequest(
+                    f"{name} is given twice, in sampling and beside it; give it once",
+                    param=name,
+                )
+        return replace(sampling, **extra)
+
+    def _filled_sampling(
+        self, given: SamplingParams, prompt_length: int
+    ) -> SamplingParams:
+        """Fills what the request leaves open; refuses what can never fit the model or the whole cache."""
+        limit = self.config.max_model_len
+        room = min(limit, self._max_length or limit) - prompt_length
+        max_new_tokens = given.max_new_tokens or self._defaults.max_new_tokens
+        if prompt_length + (max_new_tokens or 1) > limit or room < 1:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_length} tokens and {max_new_tokens or 1} new ones are asked for, together more than"
+                f" the {limit} that the model and the cache ({self.config.capacity}) hold; shorten one of them",
+                param="max_new_tokens" if prompt_length < limit else "input_ids",
+            )
+        with self._lock:
+            seed = self._seeds.getrandbits(63)
+        here = SamplingParams(
+            max_new_tokens=max_new_tokens or room,
+            seed=seed,
+            logprobs=self.config.return_logprobs,
+        )
+        return given.filled_from(here).filled_from(self._defaults)
+
+
+def _as_token_id(value: object, index: int) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]  # whatever it is: TypeError when it is no integer
+    except TypeError:
+        raise InvalidRequest(
+            f"input_ids[{index}] is {value!r}; it must be an integer", param="input_ids"
+        ) from None
+
+
+def _end_thread(loop: GenerationLoop, thread: threading.Thread) -> None:
+    loop.stop(StopMode.HARD)
+    if thread is not threading.current_thread():
+        thread.join(EXIT_JOIN_S)

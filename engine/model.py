@@ -1,0 +1,160 @@
+"""Loads a decoder, says what it can do, and refuses what the engine cannot serve."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from engine.errors import UnsupportedModel, WeightsInvalid, WeightsSourceError
+
+_SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_NUM_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the engine has to know of a model before it runs it.
+
+    vocab_size: ids 0 to vocab_size - 1 can be read and generated.
+    max_model_len: positions that the model was made for; None when its config names no limit.
+    has_learned_positions: beyond `max_model_len` there is no embedding, so that no setting may exceed it.
+    """
+
+    vocab_size: int
+    max_model_len: int | None
+    has_learned_positions: bool
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(
+    path: str, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """Gives the decoder in a local folder or behind a hub id, in eval mode and without gradients.
+
+    dtype: a name as in torch, such as "bfloat16"; "auto" is float32 on a CPU, else what the checkpoint holds.
+    device: "auto" is the first GPU where there is one, else the CPU.
+    Raises UnsupportedModel (before any weight is read, where the config tells), WeightsSourceError when the folder is
+    missing or cannot be read, WeightsInvalid when the checkpoint lacks a parameter.
+    """
+    target = torch.device(_default_device() if device == "auto" else device)
+    loaded_dtype = _parse_dtype(dtype, target)
+    config = _load_config(path, trust_remote_code)
+    _refuse(config.architectures, _objection_to_config(config))
+    model, report = _read_model(path, config, loaded_dtype, trust_remote_code)
+    missing = sorted(report["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:_NUM_NAMES_SHOWN])
+        raise WeightsInvalid(f"{path} lacks {len(missing)} parameters of the model: {shown}", tensor=missing[0])
+    check_supported(model)
+    nn.Module.to(model, target)
+    nn.Module.eval(model.requires_grad_(False))
+    return model
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModel, in one sentence, when the engine would give wrong tokens for this model or none."""
+    _refuse([type(model).__name__], _objection_to_config(model.config) or _objection_to_modules(model))
+
+
+def describe(model: PreTrainedModel) -> ModelShape:
+    """Gives the shape of a supported model."""
+    config = model.config.get_text_config(decoder=True)
+    embeddings = model.get_input_embeddings()
+    max_model_len = getattr(config, "max_position_embeddings", None)
+    num_embeddings: int = embeddings.get_parameter("weight").shape[0]
+    return ModelShape(
+        vocab_size=min(config.vocab_size, num_embeddings),
+        max_model_len=max_model_len,
+        has_learned_positions=max_model_len is not None and _has_learned_positions(model, embeddings, max_model_len),
+        num_layers=config.num_hidden_layers,
+        dtype=model.dtype,
+        device=model.device,
+    )
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _parse_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype is {name!r}; it must be auto or a float type of torch such as float32 or bfloat16")
+    return dtype
+
+
+def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise WeightsSourceError(f"there is no folder {path}; give a folder with config.json or a hub id")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise WeightsSourceError(f"no model can be read from {path}: {_first_line(error)}") from error
+    return config
+
+
+def _read_model(
+    path: str, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    is_known = type(config) in AutoModelForCausalLM._model_mapping
+    if not is_known and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
+        _refuse(config.architectures, f"transformers has no causal language model for type {config.model_type!r}")
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    except Exception as error:  # Whatever a broken file makes of the reader's many layers.
+        raise WeightsSourceError(f"the weights in {path} cannot be read: {_first_line(error)}") from error
+    model, report = loaded
+    return model, report
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _refuse(names: list[str] | None, objection: str | None) -> None:
+    if objection:
+        raise UnsupportedModel(f"{' '.join(names or ['this model'])} cannot be served: {objection}")
+
+
+def _objection_to_config(config: PreTrainedConfig) -> str | None:
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder, and only decoders are served"
+    text_config = config.get_text_config(decoder=True)
+    foreign = sorted(set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES)
+    if foreign:
+        return f"it has layers of type {', '.join(foreign)}, and only full and sliding-window attention are served"
+    if getattr(text_config, "num_kv_shared_layers", 0):
+        return "some of its layers take their keys and values from other layers, and each must have its own"
+    return None
+
+
+def _objection_to_modules(model: Any) -> str | None:
+    """`model` is a PreTrainedModel, of whose methods transformers leaves these without types."""
+    if model._is_stateful:
+        return "it keeps a recurrent state, and only attention over keys and values is served"
+    if not model.can_generate() or model.get_output_embeddings() is None:
+        return "it has no language-model head"
+    if not model.is_backend_compatible():
+        return "it computes its attention itself instead of through transformers' attention interface"
+    decoder = model.get_decoder()
+    if any(getattr(module, "is_causal", True) is False for module in decoder.modules()):
+        return "some of its attention looks ahead, and only causal attention is served"
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1 or "meta" in devices:
+        return f"its parameters are on {', '.join(devices)}, and one device must hold them all"
+    return None
+
+
+def _has_learned_positions(model: Any, embeddings: nn.Module, max_model_len: int) -> bool:
+    tables = (module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding))
+    return any(table is not embeddings and table.num_embeddings >= max_model_len for table in tables)

@@ -1,0 +1,213 @@
+"""Runs a plan through the model: packed forward, logits of the rows that sample, their tokens."""
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.attention.interface import (
+    STEP_ARGUMENT,
+    attention_configs,
+    run_attention,
+    use_step,
+)
+from engine.batch import Batch, build_batch
+from engine.config import ResolvedConfig
+from engine.errors import EngineDead, UnsupportedModel
+from engine.kv_cache import KVCache, LayerShape
+from engine.sampling import SamplingRow, sample
+from engine.scheduler import PlannedRow, SampledToken, StepPlan
+
+logger = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Owns the cache's tensors. One thread at a time; nothing is in flight between two calls."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ResolvedConfig,
+        layers: Sequence[LayerShape],
+    ) -> None:
+        self._model = model
+        self._config = config
+        self._configs = attention_configs(model)
+        self._takes_rows = (
+            "logits_to_keep" in inspect.signature(model.forward).parameters
+        )
+        self._cache = KVCache(
+            layers,
+            num_blocks=config.num_blocks,
+            page_size=config.page_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+
+    def run(self, plan: StepPlan) -> dict[str, SampledToken]:
+        """Computes a step and gives, by request id, the token of each row that samples.
+
+        A failure belongs to one request: when a batch fails, its rows are run one by one, and a row that fails alone
+        gets an entry with an error. Raises EngineDead when the device itself is broken.
+        """
+        try:
+            return self._forward(plan)
+        except torch.AcceleratorError as error:
+            raise EngineDead(f"the device failed: {error}") from error
+        except Exception as error:
+            if len(plan.rows) == 1:
+                logger.exception(
+                    "request failed alone request_id=%s",
+                    plan.rows[0].request.request_id,
+                )
+                message = (
+                    f"the model failed on this request: {type(error).__name__}: {error}"
+                )
+                return {
+                    plan.rows[0].request.request_id: SampledToken(
+                        token=0, error=message
+                    )
+                }
+            logger.warning(
+                "step failed, its rows are run one by one rows=%d error=%r",
+                len(plan.rows),
+                error,
+            )
+        samples: dict[str, SampledToken] = {}
+        for row in plan.rows:
+            samples |= self.run(StepPlan([row]))
+        return samples
+
+    def _forward(self, plan: StepPlan) -> dict[str, SampledToken]:
+        with torch.inference_mode():
+            batch = build_batch(plan, self._cache, self._model.device)
+            if self._model.training:  # left so by a training step inside a pause
+                self._model.eval()
+            logits_LV = self._logits(batch)
+            return (
+                _sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
+            )
+
+    def _logits(self, batch: Batch) -> Tensor:
+        """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
+        wanted_L = (
+            batch.last_tokens_L
+            if batch.sampling_rows
+            else torch.zeros_like(batch.input_ids_1T[0, :1])
+        )
+        rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
+        with use_step(self._configs):
+            output = self._model(
+                input_ids=batch.input_ids_1T,
+                position_ids=batch.position_ids_1T,
+                attention_mask=None,
+                use_cache=False,
+                **rows,
+                **{STEP_ARGUMENT: run_attention(batch.step)},
+            )
+        logits_LV: Tensor = output.logits[0]
+        return logits_LV if self._takes_rows else logits_LV[wanted_L]
+
+
+def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
+    """Runs two tokens through the model to learn what each attention layer stores.
+
+    Raises UnsupportedModel for a model that does not call the attention interface once in every layer.
+    """
+    found: dict[int, LayerShape] = {}
+    text_config = model.config.get_text_config(decoder=True)
+    layer_types = getattr(text_config, "layer_types", None)
+
+    def record(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rules: dict[str, Any],
+    ) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in found:
+            raise UnsupportedModel(
+                f"{type(module).__name__} has no layer index of its own, so it has no place in the cache"
+            )
+        if (
+            layer_types
+            and "sliding" in layer_types[layer]
+            and rules["sliding_window"] is None
+        ):
+            raise UnsupportedModel(
+                f"{type(module).__name__} hides its sliding window from the attention interface"
+            )
+        found[layer] = LayerShape(
+            num_kv_heads=key.shape[1],
+            key_width=key.shape[3],
+            value_width=value.shape[3],
+            num_query_groups=query.shape[1] // key.shape[1],
+        )
+        return query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
+
+    ids_1T = torch.zeros(1, 2, dtype=torch.long, device=model.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.inference_mode(), use_step(attention_configs(model)):
+            positions_1T = torch.arange(2, device=model.device)[None]
+            model(
+                input_ids=ids_1T,
+                position_ids=positions_1T,
+                use_cache=False,
+                **{STEP_ARGUMENT: record},
+            )
+    except (TypeError, KeyError) as error:
+        name = type(model).__name__
+        raise UnsupportedModel(
+            f"{name} cannot be run on packed tokens through the attention interface: {error}"
+        ) from error
+    finally:
+        model.train(was_training)
+    if sorted(found) != list(range(text_config.num_hidden_layers)):
+        raise UnsupportedModel(
+            f"{type(model).__name__} sends {len(found)} of its {text_config.num_hidden_layers} layers through transformers'"
+            " attention interface; all of them have to"
+        )
+    return [found[layer] for layer in sorted(found)]
+
+
+def _sample(rows: list[PlannedRow], logits_LV: Tensor) -> dict[str, SampledToken]:
+    requests = [row.request for row in rows]
+    result = sample(
+        logits_LV,
+        [_sampling_row(row) for row in rows],
+        logprob_rows=[
+            index for index, request in enumerate(requests) if request.sampling.logprobs
+        ],
+    )
+    bad_rows = set(result.bad_rows)
+    return {
+        request.request_id: SampledToken(
+            token=result.tokens[index],
+            logprob=result.logprobs.get(index),
+            error="the model's scores are not finite numbers"
+            if index in bad_rows
+            else None,
+        )
+        for index, request in enumerate(requests)
+    }
+
+
+def _sampling_row(row: PlannedRow) -> SamplingRow:
+    sampling = row.request.sampling
+    # All set by the manager, which fills a request from its defaults.
+    assert sampling.temperature is not None and sampling.top_k is not None
+    assert sampling.top_p is not None and sampling.seed is not None
+    return SamplingRow(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        seed=sampling.seed,
+        position=row.end,
+    )
