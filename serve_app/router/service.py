@@ -55,8 +55,8 @@ class GenerationService:
         num_prompt_tokens = len(ask.prompt_ids)
         if num_prompt_tokens + (wanted or 1) > limits.max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and {wanted or 1} new ones are asked for; together they may be "
-                f"{limits.max_model_len} at most",
+                f"the prompt has {num_prompt_tokens} tokens and {wanted or 1} new ones are asked for; "
+                f"together they may be {limits.max_model_len} at most",
                 "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
             )
         request = GenerateRequest(
