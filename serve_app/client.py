@@ -82,14 +82,14 @@ class Pitstop:
         sampling: SamplingParams | None = None,
         hints: WorkloadHints | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
 
         Closing the generator (leaving the loop, `aclose`) ends the request in the engine.
         """
-        response = self._stream_handle.generate.remote(prompt, sampling, hints, stop=tuple(stop), cache_salt=cache_salt)
+        response = self._stream_handle.generate.remote(prompt, sampling, hints, stop=stop, cache_salt=cache_salt)
         stream = HandleStream(response, timeout_s=self._timeout_s)
         try:
             async for event in stream:
@@ -102,13 +102,15 @@ class Pitstop:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         max_concurrent: int = MAX_CONCURRENT,
     ) -> list[Completion | PitstopError]:
         """Gives one output for each prompt, in their order; a prompt that fails gives its own error.
 
         sampling is one for all, or one for each. A full queue is waited for, up to the timeout of this object.
         """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one text; give a list of prompts")
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling has {len(each)} items for {len(prompts)} prompts; give one, or one for each")
@@ -139,7 +141,7 @@ class Pitstop:
         """Gives the ids of a prompt, chat template included."""
         return await call(self._handle.tokenize.remote(prompt), timeout_s=self._timeout_s, whom="the router")
 
-    async def _complete(self, prompt: Prompt, sampling: SamplingParams | None, stop: Sequence[str]) -> Completion:
+    async def _complete(self, prompt: Prompt, sampling: SamplingParams | None, stop: str | Sequence[str]) -> Completion:
         retry_s = FIRST_RETRY_S
         give_up_at = asyncio.get_running_loop().time() + self._timeout_s
         while True:
@@ -167,7 +169,7 @@ class SyncPitstop:
         sampling: SamplingParams | None = None,
         hints: WorkloadHints | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
     ) -> Iterator[TokenEvent]:
         """Gives token events as `Pitstop.generate` does; leaving the loop ends the request in the engine."""
@@ -183,7 +185,7 @@ class SyncPitstop:
         prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         max_concurrent: int = MAX_CONCURRENT,
     ) -> list[Completion | PitstopError]:
         return self._wait(self._pitstop.generate_batch(prompts, sampling, stop=stop, max_concurrent=max_concurrent))

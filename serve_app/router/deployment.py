@@ -58,7 +58,7 @@ class Router:
         sampling: SamplingParams | None = None,
         hints: WorkloadHints | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
@@ -71,7 +71,7 @@ class Router:
             prompt_ids=await self._service.prompt_ids(prompt),
             sampling=sampling or SamplingParams(),
             hints=hints or WorkloadHints(),
-            stop_strings=tuple(stop),
+            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
             cache_salt=cache_salt,
         )
         generation = await self._service.open(ask)

@@ -15,6 +15,8 @@ from serve_app.protocol.errors import BodyTooLarge
 
 T = TypeVar("T")
 
+MAX_LENGTH_DIGITS = 19
+"""Of a content-length that is believed; a longer one is no length, and what is sent is counted all the same."""
 OTHER_ROUTE = "other"
 """The label of every path that is not ours, so that scanners do not grow the metrics."""
 
@@ -22,7 +24,7 @@ OTHER_ROUTE = "other"
 async def read_body(request: Request, *, limit_bytes: int) -> bytes:
     """Gives the body; raises BodyTooLarge as soon as it is known to be over the limit."""
     declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
+    size = int(declared) if declared.isdecimal() and len(declared) < MAX_LENGTH_DIGITS else 0
     body = bytearray()
     if size <= limit_bytes:
         async for chunk in request.stream():

@@ -149,7 +149,10 @@ def _parameters_named(*, prompt: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        error.param = names.get(error.param or "", error.param)
+        name = names.get(error.param or "")
+        if name is not None:
+            error.args = (str(error).replace(str(error.param), name, 1),)
+            error.param = name
         raise
 
 

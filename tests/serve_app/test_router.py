@@ -312,7 +312,7 @@ async def test_admin_routes_need_the_key(http: httpx.AsyncClient, path: str, key
 
 
 async def test_the_handle_streams_token_events(pitstop: Pitstop) -> None:
-    events = [e async for e in pitstop.generate(PROMPT, SamplingParams(logprobs=True), stop=["ends"])]
+    events = [e async for e in pitstop.generate(PROMPT, SamplingParams(logprobs=True), stop="ends")]
     ids = await pitstop.tokenize(PROMPT)
     assert events[0].prompt_ids == ids
     assert "".join(e.text for e in events) == "the string 日本語 "
@@ -336,6 +336,18 @@ async def test_a_batch_keeps_its_order_and_a_bad_prompt_fails_alone(pitstop: Pit
     assert isinstance(last, Completion)
     assert (last.text, last.finish_reason) == ("three", "stop")
     assert last.weight_versions[0] == WeightSpan(1, 0, min(4, len(last.token_ids)))
+
+
+@pytest.mark.parametrize(("prompt", "fields", "param"), [
+    (None, {}, "prompt"), ([], {}, "prompt"), ([{"role": "robot", "content": ""}], {}, "messages[0].role"),
+    ("a", {"stop": [""]}, "stop"), ("a", {"sampling": {"top_k": 1}}, "sampling"), ("a", {"hints": 3}, "hints"),
+])  # fmt: skip
+async def test_a_handle_refuses_what_it_cannot_use(
+    pitstop: Pitstop, prompt: Any, fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        _ = [event async for event in pitstop.generate(prompt, **fields)]
+    assert caught.value.param == param
 
 
 async def test_leaving_a_handle_stream_ends_the_request(pitstop: Pitstop) -> None:
