@@ -109,7 +109,7 @@ class WeightSettings(Section):
     stage_timeout_s: float = Field(default=600.0, gt=0)
     commit_timeout_s: float = Field(default=60.0, gt=0)
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
-    forget_after_s: float = Field(default=10.0, gt=0)
+    forget_after_s: float = Field(default=5.0, gt=0)
 
 
 class LimitSettings(Section):

@@ -36,7 +36,7 @@ def test_replicas_follow_the_work(work_s: float, num_requests: float, current: i
 
 
 def test_a_constant_load_never_flaps() -> None:
-    for work_s in range(0, 200):
+    for work_s in range(200):
         current = 1
         seen = []
         for _ in range(6):
