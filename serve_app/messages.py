@@ -82,6 +82,8 @@ class SwapResult:
     paused_s: float
     total_s: float
     swap_id: str = ""
+    lagging: list[str] = field(default_factory=list)
+    """Replicas that have not confirmed the version yet: out of routing until they have caught up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,10 @@ class CommittedWeights:
     version: int
     source: WeightSource | None = None
     cast: bool = False
+    swap_id: str | None = None
+    """The swap that brought this version; None where it is not known any more."""
+    swap_in_progress: str | None = None
+    """The swap whose staged weights are still wanted; a replica drops those of any other."""
 
 
 @dataclass(frozen=True, slots=True)
