@@ -18,7 +18,7 @@ _NUM_NAMES_SHOWN = 3
 
 @dataclass(slots=True)
 class _Slot:
-    """One storage of the model: the tensors that hold it and their names (several where tied); the new one once read."""
+    """One storage of the model: the tensors that hold it and their names (several where tied); later the new one."""
 
     holders: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
