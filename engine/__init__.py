@@ -34,6 +34,7 @@ from engine.request import (
     WeightSpan,
     WorkloadHints,
 )
+from engine.weights import StagedWeights, stage_weights
 
 __all__ = [
     "ContextLengthExceeded",
@@ -51,6 +52,7 @@ __all__ = [
     "QueueFull",
     "RequestStatus",
     "SamplingParams",
+    "StagedWeights",
     "SwapConflict",
     "UnsupportedModel",
     "WeightSpan",
@@ -65,4 +67,5 @@ __all__ = [
     "generate_batch",
     "init_continuous_batching",
     "load_model",
+    "stage_weights",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.step import AttentionStep, DecodeGroup, PromptChunk
 from engine.kv_cache import KVCache
-from engine.scheduler import PlannedRow, StepPlan
+from engine.plan import PlannedRow, StepPlan
 
 GROUP_STRETCH = 1.5
 """Rows of a decode group differ in length by this factor at most: they are padded to the longest, and each group costs
@@ -30,10 +30,8 @@ class Batch:
 
 
 def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
-    """Packs single-token rows by length, then the prompt chunks, and clears chunks that are entered for the first time."""
-    singles = sorted(
-        (row for row in plan.rows if len(row.token_ids) == 1), key=lambda row: row.end
-    )
+    """Packs single-token rows by length, then the prompt chunks, and clears chunks entered for the first time."""
+    singles = sorted((row for row in plan.rows if len(row.token_ids) == 1), key=lambda row: row.end)
     chunked = [row for row in plan.rows if len(row.token_ids) > 1]
     rows = singles + chunked
     ends = np.cumsum([len(row.token_ids) for row in rows])
@@ -47,9 +45,7 @@ def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
     positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
     step = AttentionStep(
         cache=cache,
-        slots_T=to_device(
-            np.concatenate([_slots(row, cache.page_size) for row in rows])
-        ),
+        slots_T=to_device(np.concatenate([_slots(row, cache.page_size) for row in rows])),
         groups=[
             DecodeGroup(
                 start=start,
@@ -69,14 +65,10 @@ def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
             for row, end in zip(chunked, ends[len(singles) :], strict=True)
         ],
     )
-    sampling = [
-        (row, int(end) - 1) for row, end in zip(rows, ends, strict=True) if row.samples
-    ]
+    sampling = [(row, int(end) - 1) for row, end in zip(rows, ends, strict=True) if row.samples]
     return Batch(
         rows=rows,
-        input_ids_1T=to_device([token for row in rows for token in row.token_ids])[
-            None
-        ],
+        input_ids_1T=to_device([token for row in rows for token in row.token_ids])[None],
         position_ids_1T=to_device(positions)[None],
         sampling_rows=[row for row, _ in sampling],
         last_tokens_L=to_device([last for _, last in sampling]),
@@ -84,9 +76,7 @@ def build_batch(plan: StepPlan, cache: KVCache, device: torch.device) -> Batch:
     )
 
 
-def _length_groups(
-    singles: list[PlannedRow], chunk_tokens: int
-) -> Iterator[tuple[int, list[PlannedRow]]]:
+def _length_groups(singles: list[PlannedRow], chunk_tokens: int) -> Iterator[tuple[int, list[PlannedRow]]]:
     start = 0
     for index, row in enumerate(singles):
         shortest = -(-singles[start].end // chunk_tokens)
@@ -100,14 +90,12 @@ def _length_groups(
 def _chunk_ids(row: PlannedRow, cache: KVCache) -> np.ndarray:
     """The chunks that hold the keys of a row, position 0 first."""
     per_block = cache.chunks_per_block
-    ids = np.asarray(row.block_ids, dtype=np.int64)[:, None] * per_block + np.arange(
-        per_block
-    )
+    ids = np.asarray(row.block_ids, dtype=np.int64)[:, None] * per_block + np.arange(per_block)
     return ids.reshape(-1)[: -(-row.end // cache.chunk_tokens)]
 
 
 def _padded_chunk_ids(group: list[PlannedRow], cache: KVCache) -> np.ndarray:
-    """As many ids for each row as the longest (last) one has; a row is padded with its own first chunk, masked later."""
+    """As many ids a row as the longest (last) one has; a row is padded with its own first chunk, masked later."""
     width = -(-group[-1].end // cache.chunk_tokens)
     table = np.empty((len(group), width), dtype=np.int64)
     for index, row in enumerate(group):
@@ -119,10 +107,7 @@ def _padded_chunk_ids(group: list[PlannedRow], cache: KVCache) -> np.ndarray:
 
 def _slots(row: PlannedRow, page_size: int) -> np.ndarray:
     positions = np.arange(row.start, row.end)
-    return (
-        np.asarray(row.block_ids, dtype=np.int64)[positions // page_size] * page_size
-        + positions % page_size
-    )
+    return np.asarray(row.block_ids, dtype=np.int64)[positions // page_size] * page_size + positions % page_size
 
 
 def _fresh_chunk(row: PlannedRow, cache: KVCache) -> list[int]:

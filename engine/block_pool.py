@@ -15,19 +15,13 @@ DIGEST_BYTES = 16
 
 def root_digest(version: int, salt: str | None) -> bytes:
     """Gives the start of the hash chain for one weight version and one tenant."""
-    salt_bytes = (
-        b"" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass")
-    )
-    return blake2b(
-        version.to_bytes(8, "little") + salt_bytes, digest_size=DIGEST_BYTES
-    ).digest()
+    salt_bytes = b"" if salt is None else b"\x01" + salt.encode("utf-8", "surrogatepass")
+    return blake2b(version.to_bytes(8, "little") + salt_bytes, digest_size=DIGEST_BYTES).digest()
 
 
 def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     """Gives the name of a full block that holds `tokens` and follows the block named `parent`."""
-    return blake2b(
-        parent + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES
-    ).digest()
+    return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
 class BlockPool:
@@ -109,15 +103,13 @@ class BlockPool:
         held = {block for block, count in enumerate(self._num_holders) if count > 0}
         cached, blank = set(self._cached), set(self._blank)
         assert len(blank) == len(self._blank)
-        assert not held & cached and not held & blank and not cached & blank
+        assert not held & cached
+        assert not held & blank
+        assert not cached & blank
         assert len(held) + len(cached) + len(blank) == self.num_blocks
         assert all(self._digest_of[block] is not None for block in cached)
         assert all(self._digest_of[block] is None for block in blank)
-        named = {
-            block: digest
-            for block, digest in enumerate(self._digest_of)
-            if digest is not None
-        }
+        named = {block: digest for block, digest in enumerate(self._digest_of) if digest is not None}
         assert self._block_of == {digest: block for block, digest in named.items()}
 
     def _evict_oldest(self) -> int:

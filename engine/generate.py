@@ -34,9 +34,7 @@ def init_continuous_batching(
     """
     kept: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
     if kept is None:
-        return ContinuousBatchingManager(
-            model, generation_config, continuous_batching_config, workload_hints
-        )
+        return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
     for name, wanted, present in (
         ("generation_config", generation_config, kept.generation_config),
         (
@@ -69,9 +67,7 @@ def continuous_batching_context_manager(
     block, timeout: how leaving waits, as in `ContinuousBatchingManager.stop`. When the body raises, requests still in
     flight are ended at once. persistent_manager: leave the manager running, kept on the model.
     """
-    manager = init_continuous_batching(
-        model, generation_config, continuous_batching_config, workload_hints
-    )
+    manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
     if warmup:
         manager.warmup()
     if not manager.is_running():
@@ -132,17 +128,11 @@ def generate_batch(
                     sampling=sampling,
                 )
             except InvalidRequest as error:
-                results[f"refused_{index}"] = _failed(
-                    f"refused_{index}", input_ids, str(error)
-                )
+                results[f"refused_{index}"] = _failed(f"refused_{index}", input_ids, str(error))
             else:
                 pending.append(request_id)
-                results[request_id] = _failed(
-                    request_id, input_ids, "the manager stopped before it ended"
-                )
-        for request_id in tqdm(
-            pending, disable=not progress_bar, desc="requests", unit="request"
-        ):
+                results[request_id] = _failed(request_id, input_ids, "the manager stopped before it ended")
+        for request_id in tqdm(pending, disable=not progress_bar, desc="requests", unit="request"):
             output = manager.get_result(request_id)
             if output is not None:
                 results[request_id] = output
@@ -163,17 +153,13 @@ class ContinuousMixin:
     init_continuous_batching = init_continuous_batching
     continuous_batching_context_manager = continuous_batching_context_manager
     generate_batch = generate_batch
-    destroy_cached_continuous_batching_manager = (
-        destroy_cached_continuous_batching_manager
-    )
+    destroy_cached_continuous_batching_manager = destroy_cached_continuous_batching_manager
 
 
 def enable(model: PreTrainedModel) -> PreTrainedModel:
-    """Gives this model the methods of `ContinuousMixin`, in place of transformers' own of the same names; returns it."""
+    """Gives this model the methods of `ContinuousMixin`, in place of transformers' own; returns it."""
     methods: dict[str, Any] = {
-        name: function
-        for name, function in vars(ContinuousMixin).items()
-        if not name.startswith("__")
+        name: function for name, function in vars(ContinuousMixin).items() if not name.startswith("__")
     }
     for name, function in methods.items():
         setattr(model, name, MethodType(function, model))

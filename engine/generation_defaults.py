@@ -44,7 +44,7 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "dola_layers": (),
     "token_healing": (False,),
 }
-"""Fields that change the output and that the engine does not apply, with the values that mean "off" (None always does)."""
+"""Fields that change the output and that the engine does not apply, with the values that mean "off", as None does."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +79,9 @@ def sampling_defaults(
             "the model's generation config sets fields that are not applied fields=%s",
             ",".join(unsupported),
         )
-    eos = (
-        config.eos_token_id
-        if config.eos_token_id is not None
-        else model_config.eos_token_id
-    )
+    eos = config.eos_token_id if config.eos_token_id is not None else model_config.eos_token_id
     defaults = SamplingParams(
-        temperature=float(config.temperature if config.temperature is not None else 1.0)
-        if config.do_sample
-        else 0.0,
+        temperature=float(config.temperature if config.temperature is not None else 1.0) if config.do_sample else 0.0,
         top_k=_top_k(config),
         top_p=float(config.top_p if config.top_p is not None else 1.0),
         max_new_tokens=config.max_new_tokens,

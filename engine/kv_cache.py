@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK_TOKENS = 32
-"""Chunks of 32 float32 keys of width 64 are 8 KiB, two memory pages: long copies, and half a chunk wasted on average."""
+"""32 float32 keys of width 64 are 8 KiB, two memory pages: long copies, and half a chunk wasted on average."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,66 +57,44 @@ class KVCache:
                 device=device,
             )
 
-        self._keys_HNCD = [
-            room(layer.num_kv_heads, layer.key_width) for layer in layers
-        ]
-        self._values_HNCD = [
-            room(layer.num_kv_heads, layer.value_width) for layer in layers
-        ]
+        self._keys_HNCD = [room(layer.num_kv_heads, layer.key_width) for layer in layers]
+        self._values_HNCD = [room(layer.num_kv_heads, layer.value_width) for layer in layers]
         # Gathers reuse these: fresh memory for each would cost more in page faults than the copy itself.
         self._read_keys = torch.empty(0, dtype=dtype, device=device)
         self._read_values = torch.empty(0, dtype=dtype, device=device)
 
     def clear(self, chunk_ids: Tensor) -> None:
         """Zeroes chunks in every layer, before their first token is written."""
-        for keys_HNCD, values_HNCD in zip(
-            self._keys_HNCD, self._values_HNCD, strict=True
-        ):
+        for keys_HNCD, values_HNCD in zip(self._keys_HNCD, self._values_HNCD, strict=True):
             keys_HNCD.index_fill_(1, chunk_ids, 0)
             values_HNCD.index_fill_(1, chunk_ids, 0)
 
-    def write(
-        self, layer: int, key_HTD: Tensor, value_HTD: Tensor, slots_T: Tensor
-    ) -> None:
+    def write(self, layer: int, key_HTD: Tensor, value_HTD: Tensor, slots_T: Tensor) -> None:
         """Stores the tokens of a step; slot = block * page_size + offset in the block."""
         for store_HNCD, new_HTD in (
             (self._keys_HNCD[layer], key_HTD),
             (self._values_HNCD[layer], value_HTD),
         ):
-            store_HNCD.view(store_HNCD.shape[0], -1, store_HNCD.shape[-1]).index_copy_(
-                1, slots_T, new_HTD
-            )
+            store_HNCD.view(store_HNCD.shape[0], -1, store_HNCD.shape[-1]).index_copy_(1, slots_T, new_HTD)
 
     def read(self, layer: int, chunk_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Gives keys and values of the chunks in the order named, as H x (tokens) x D. Valid until the next read."""
-        self._read_keys, keys_HTD = _gather(
-            self._keys_HNCD[layer], chunk_ids, self._read_keys
-        )
-        self._read_values, values_HTD = _gather(
-            self._values_HNCD[layer], chunk_ids, self._read_values
-        )
+        self._read_keys, keys_HTD = _gather(self._keys_HNCD[layer], chunk_ids, self._read_keys)
+        self._read_values, values_HTD = _gather(self._values_HNCD[layer], chunk_ids, self._read_values)
         return keys_HTD, values_HTD
 
 
-def bytes_per_block(
-    layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype
-) -> int:
+def bytes_per_block(layers: Sequence[LayerShape], *, page_size: int, dtype: torch.dtype) -> int:
     """Gives the size of one block over all layers."""
-    per_token = sum(
-        layer.num_kv_heads * (layer.key_width + layer.value_width) for layer in layers
-    )
+    per_token = sum(layer.num_kv_heads * (layer.key_width + layer.value_width) for layer in layers)
     return per_token * page_size * dtype.itemsize
 
 
-def _gather(
-    store_HNCD: Tensor, chunk_ids: Tensor, buffer: Tensor
-) -> tuple[Tensor, Tensor]:
+def _gather(store_HNCD: Tensor, chunk_ids: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     num_heads, _, chunk, width = store_HNCD.shape
     size = num_heads * len(chunk_ids) * chunk * width
     if buffer.numel() < size:
-        buffer = torch.empty(
-            size + size // 4, dtype=store_HNCD.dtype, device=store_HNCD.device
-        )
+        buffer = torch.empty(size + size // 4, dtype=store_HNCD.dtype, device=store_HNCD.device)
     out = buffer[:size].view(num_heads, len(chunk_ids), chunk, width)
     torch.index_select(store_HNCD, 1, chunk_ids, out=out)
     return buffer, out.view(num_heads, len(chunk_ids) * chunk, width)

@@ -1,4 +1,4 @@
-"""The generation loop: drain the inbox, plan, run, commit, publish; parked between steps while somebody holds a pause."""
+"""The generation loop: drain the inbox, plan, run, commit, publish; parked between steps while paused."""
 
 import logging
 import threading
@@ -11,8 +11,9 @@ from engine.active_request import ActiveRequest
 from engine.errors import DuplicateRequest, EngineDead, EngineStopped
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
+from engine.plan import SampledToken, StepPlan
 from engine.request import FinishReason
-from engine.scheduler import SampledToken, Scheduler, StepPlan
+from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
 
 PAUSE_WARNING_S = 60.0
@@ -87,7 +88,7 @@ class GenerationLoop:
         return self._num_in_inbox + self._stats.num_waiting
 
     def submit(self, request: ActiveRequest) -> None:
-        """Posts a checked request. Raises EngineStopped or EngineDead when no step will take it up, DuplicateRequest."""
+        """Posts a checked request. Raises DuplicateRequest; EngineStopped or EngineDead when no step will take it."""
         with self._wake:
             self._raise_if_closed()
             if request.request_id in self._active_ids:
@@ -126,22 +127,16 @@ class GenerationLoop:
     def check_health(self) -> None:
         """Raises EngineDead when the loop ended on an error or hangs in a step."""
         if self.fatal_error is not None:
-            raise EngineDead(
-                f"the generation loop ended: {self.fatal_error}"
-            ) from self.fatal_error
+            raise EngineDead(f"the generation loop ended: {self.fatal_error}") from self.fatal_error
         started = self._step_started
         if started is not None and perf_counter() - started > HANG_S:
-            raise EngineDead(
-                f"a step has been running for {perf_counter() - started:.0f} s"
-            )
+            raise EngineDead(f"a step has been running for {perf_counter() - started:.0f} s")
 
     def acquire_pause(self) -> None:
         """Returns once the loop is parked between two steps. Raises when it does not run or ends meanwhile."""
         with self._wake:
-            if not self._is_running:
-                raise EngineStopped(
-                    "pause() needs a running manager; call start() first"
-                )
+            if not self.is_running:
+                raise EngineStopped("pause() needs a running manager; call start() first")
             self._num_pauses += 1
             self._wake.notify_all()
             self._wake.wait_for(lambda: self._is_parked or not self._is_running)
@@ -158,9 +153,7 @@ class GenerationLoop:
     def change_version(self, version: int, *, in_flight: str) -> None:
         """Starts a weight version; the caller holds a pause."""
         with self._wake:
-            assert self._is_parked, (
-                "the weight version changes only while the loop is parked"
-            )
+            assert self._is_parked, "the weight version changes only while the loop is parked"
             if in_flight == "abort":
                 for request in self._scheduler.requests():
                     self._scheduler.end(
@@ -219,12 +212,8 @@ class GenerationLoop:
         started = perf_counter()
         self._is_parked = True
         self._wake.notify_all()
-        while not self._wake.wait_for(
-            lambda: self._num_pauses == 0, timeout=PAUSE_WARNING_S
-        ):
-            logger.warning(
-                "generation is still paused paused_s=%.0f", perf_counter() - started
-            )
+        while not self._wake.wait_for(lambda: self._num_pauses == 0, timeout=PAUSE_WARNING_S):
+            logger.warning("generation is still paused paused_s=%.0f", perf_counter() - started)
         self._is_parked = False
         self._paused_seconds += perf_counter() - started
 
@@ -234,9 +223,7 @@ class GenerationLoop:
             if isinstance(item, ActiveRequest):
                 self._scheduler.add(item)
             else:
-                request = self._scheduler.end(
-                    item.request_id, FinishReason.CANCELLED, perf_counter()
-                )
+                request = self._scheduler.end(item.request_id, FinishReason.CANCELLED, perf_counter())
                 ended += [request] if request is not None else []
         if posted:
             self._refresh_stats()
@@ -259,15 +246,9 @@ class GenerationLoop:
         self._publish(told)
 
     def _publish(self, requests: list[ActiveRequest]) -> None:
-        outputs = [
-            request.take_output()
-            for request in requests
-            if request.streaming or request.status.is_terminal
-        ]
+        outputs = [request.take_output() for request in requests if request.streaming or request.status.is_terminal]
         with self._wake:
-            self._active_ids.difference_update(
-                output.request_id for output in outputs if output.is_finished()
-            )
+            self._active_ids.difference_update(output.request_id for output in outputs if output.is_finished())
         for request_id in self._outbox.deliver(outputs):
             self.cancel(request_id)
 
@@ -284,11 +265,7 @@ class GenerationLoop:
         )
 
     def _end_all(self) -> None:
-        reason = (
-            f"the generation loop ended: {self.fatal_error}"
-            if self.fatal_error
-            else "the manager was stopped"
-        )
+        reason = f"the generation loop ended: {self.fatal_error}" if self.fatal_error else "the manager was stopped"
         with self._wake:
             posted, self._inbox = self._inbox, []
             self._num_in_inbox = 0
@@ -298,9 +275,7 @@ class GenerationLoop:
                 self._scheduler.add(item)
         ended = self._scheduler.requests()
         for request in ended:
-            self._scheduler.end(
-                request.request_id, FinishReason.FAILED, perf_counter(), error=reason
-            )
+            self._scheduler.end(request.request_id, FinishReason.FAILED, perf_counter(), error=reason)
         self._refresh_stats()
         self._publish(ended)
         with self._wake:
@@ -310,10 +285,6 @@ class GenerationLoop:
 
     def _raise_if_closed(self) -> None:
         if self.fatal_error is not None:
-            raise EngineDead(
-                f"the generation loop ended: {self.fatal_error}; start() again or replace the process"
-            )
+            raise EngineDead(f"the generation loop ended: {self.fatal_error}; start() again or replace the process")
         if self._stop is not None:
-            raise EngineStopped(
-                "the manager is stopping or was stopped; start() it again to submit requests"
-            )
+            raise EngineStopped("the manager is stopping or was stopped; start() it again to submit requests")

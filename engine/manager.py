@@ -2,28 +2,22 @@
 
 import asyncio
 import logging
-import operator
-import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import count
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from engine.active_request import ActiveRequest
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
-    ContextLengthExceeded,
     EngineStopped,
     InvalidRequest,
     QueueFull,
 )
-from engine.generation_defaults import as_token_ids, sampling_defaults
+from engine.generation_defaults import sampling_defaults
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
@@ -33,14 +27,12 @@ from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.scheduler import Scheduler
 from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
-
-if TYPE_CHECKING:
-    from engine.weights import StagedWeights
+from engine.submission import RequestFactory
+from engine.weights import StagedWeights
 
 EXIT_JOIN_S = 5.0
 """How long the interpreter waits at its end for the step in progress."""
 IN_FLIGHT_CHOICES = ("keep", "recompute", "abort")
-PROCESSOR_KEYWORDS = ("temperature", "top_k", "top_p")
 
 logger = logging.getLogger(__name__)
 
@@ -61,20 +53,20 @@ class ContinuousBatchingManager:
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
-        self.continuous_batching_config = (
-            continuous_batching_config or ContinuousBatchingConfig()
-        )
+        self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         self.workload_hints = workload_hints
         own_config = model.generation_config or GenerationConfig()
-        self._defaults, self._max_length = sampling_defaults(
-            own_config, generation_config
-        )
+        defaults, max_length = sampling_defaults(own_config, generation_config)
         self._layers = probe_layers(model)
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config, model, self._layers, workload_hints
         )
-        self._seeds = random.Random(self.config.seed)
-        self._request_numbers = count()
+        self._factory = RequestFactory(
+            self.config,
+            defaults=defaults,
+            max_length=max_length,
+            accepts_keywords=self.continuous_batching_config.per_request_processors,
+        )
         self._lock = threading.Lock()
         self._pauses_of_thread = threading.local()
         self._outbox = Outbox()
@@ -101,20 +93,14 @@ class ContinuousBatchingManager:
             self._was_training = self.model.training
             self.model.eval()
             self._loop.mark_started()
-            self._thread = threading.Thread(
-                target=self._loop.run, name="pitstop-generation", daemon=True
-            )
+            self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
             # A daemon thread ends anywhere, so at exit (or when nobody holds the manager) it is asked to end first.
             weakref.finalize(self, _end_thread, self._loop, self._thread)
 
     def is_running(self) -> bool:
         """True while the generation thread is alive."""
-        return (
-            self._thread is not None
-            and self._thread.is_alive()
-            and self._loop.is_running
-        )
+        return self._thread is not None and self._thread.is_alive() and self._loop.is_running
 
     def stop(
         self,
@@ -123,15 +109,13 @@ class ContinuousBatchingManager:
         keep_for_next_session: bool = False,
         hard_stop: bool = False,
     ) -> None:
-        """Ends the thread: what was submitted is finished first, or with `hard_stop` ended FAILED with its partial tokens.
+        """Ends the thread: what was submitted is finished first, or with `hard_stop` ended FAILED with what it has.
 
         With `block` it waits for at most `timeout` seconds; a loop that needs longer goes on to its end by itself. The
         prefix cache is dropped at the next start unless `keep_for_next_session`.
         """
         if getattr(self._pauses_of_thread, "count", 0) > 0:
-            raise RuntimeError(
-                "stop() was called inside this thread's own pause(); leave the pause first"
-            )
+            raise RuntimeError("stop() was called inside this thread's own pause(); leave the pause first")
         if self._thread is None:
             logger.warning("manager was never started")
             return
@@ -178,25 +162,14 @@ class ContinuousBatchingManager:
         cache_salt: str | None = None,
         **logit_processor_kwargs: Any,
     ) -> str:
-        """Submits one prompt and gives its id. All checks happen here; after it, the request ends with one terminal output.
+        """Submits one prompt and gives its id. All checks happen here; one terminal output follows.
 
         Raises InvalidRequest (and its kinds), QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside
         `pause()`: the request then waits.
         """
-        prompt_ids = self._checked_ids(input_ids)
-        request_id = self._checked_id(request_id)
-        given = self._merge_sampling(
-            sampling, max_new_tokens, eos_token_id, logit_processor_kwargs
-        )
-        request = ActiveRequest(
-            request_id=request_id,
-            prompt_ids=prompt_ids,
-            sampling=self._filled_sampling(given, len(prompt_ids)),
-            created_time=perf_counter(),
-            streaming=streaming,
-            record_timestamps=record_timestamps,
-            cache_salt=cache_salt,
-        )
+        merged = self._factory.merge(sampling, max_new_tokens, eos_token_id, logit_processor_kwargs)
+        request = self._factory.make(input_ids, request_id=request_id, sampling=merged, cache_salt=cache_salt)
+        request.streaming, request.record_timestamps = streaming, record_timestamps
         limit = self.config.max_queue_size
         if limit and self._loop.num_waiting >= limit:
             raise QueueFull(
@@ -204,7 +177,7 @@ class ContinuousBatchingManager:
                 limit,
             )
         self._loop.submit(request)
-        return request_id
+        return request.request_id
 
     def add_requests(
         self,
@@ -227,12 +200,10 @@ class ContinuousBatchingManager:
         ]
 
     def cancel_request(self, request_id: str) -> None:
-        """Ends a request by the end of the step in progress; its terminal output says CANCELLED. Unknown ids: nothing."""
+        """Ends a request by the end of the step in progress, with a terminal output CANCELLED; ignores unknown ids."""
         self._loop.cancel(request_id)
 
-    def get_result(
-        self, request_id: str | None = None, timeout: float | None = None
-    ) -> GenerationOutput | None:
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """Waits up to `timeout` seconds (None: without limit) for an output, of one request or of any.
 
         None after the timeout, and at once when nothing is stored and the manager does not run.
@@ -251,9 +222,7 @@ class ContinuousBatchingManager:
             if output.is_finished():
                 return
 
-    def register_result_handler(
-        self, request_id: str, callback: Callable[[GenerationOutput], None]
-    ) -> None:
+    def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Sends each output of a request to `callback`, run in the calling asyncio loop, until the terminal one.
 
         To miss nothing, register first and add the request then. Raises RuntimeError outside of a running loop.
@@ -276,9 +245,9 @@ class ContinuousBatchingManager:
         """Holds the loop between two steps so that the caller may use the model or change its weights in place.
 
         Nothing is lost: requests keep their place and their keys and values, new ones may be added and wait. Leaving
-        starts a new weight version, so that no prefix computed before is found again, unless `weights_changed` is False.
-        Re-entrant, and several threads may hold it; generation resumes when the last one leaves. Raises EngineStopped
-        when the manager does not run.
+        starts a new weight version, so that no prefix computed before is found again, unless `weights_changed` is
+        False. Re-entrant, and several threads may hold it; generation resumes when the last one leaves. Raises
+        EngineStopped when the manager does not run.
         """
         self._enter_pause()
         try:
@@ -292,7 +261,7 @@ class ContinuousBatchingManager:
 
     def commit_weights(
         self,
-        staged: "StagedWeights",
+        staged: StagedWeights,
         *,
         version: int | None = None,
         in_flight: str = "keep",
@@ -339,9 +308,7 @@ class ContinuousBatchingManager:
             target_step_s=self.config.target_step_s,
         )
         runner = ModelRunner(self.model, self.config, self._layers)
-        return GenerationLoop(
-            scheduler=scheduler, runner=runner, outbox=self._outbox, budget=budget
-        )
+        return GenerationLoop(scheduler=scheduler, runner=runner, outbox=self._outbox, budget=budget)
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()
@@ -363,101 +330,6 @@ class ContinuousBatchingManager:
             version = self._version + 1 if wanted is None else wanted
             self._loop.change_version(version, in_flight=in_flight)
             self._version = version
-
-    def _checked_ids(self, input_ids: Sequence[int]) -> list[int]:
-        values = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
-        if not values:
-            raise InvalidRequest(
-                "the prompt is empty; it must hold at least one token id",
-                param="input_ids",
-            )
-        vocab_size = self.config.vocab_size
-        for index, value in enumerate(values):
-            if type(value) is not int:
-                values[index] = value = _as_token_id(value, index)
-            if not 0 <= value < vocab_size:
-                raise InvalidRequest(
-                    f"input_ids[{index}] is {value}; ids of this model are 0 to {vocab_size - 1}",
-                    param="input_ids",
-                )
-        return values
-
-    def _checked_id(self, request_id: str | None) -> str:
-        if request_id is None:
-            return f"req_{next(self._request_numbers)}"
-        if not isinstance(request_id, str) or not request_id:
-            raise InvalidRequest(
-                f"request_id is {request_id!r}; it must be a non-empty string",
-                param="request_id",
-            )
-        return request_id
-
-    def _merge_sampling(
-        self,
-        sampling: SamplingParams | None,
-        max_new_tokens: int | None,
-        eos_token_id: int | list[int] | None,
-        keywords: dict[str, Any],
-    ) -> SamplingParams:
-        """One set of parameters from the three ways to give them; the same one twice is refused."""
-        unknown = sorted(set(keywords) - set(PROCESSOR_KEYWORDS))
-        if unknown:
-            raise InvalidRequest(
-                f"{unknown[0]} is not a parameter of add_request; use sampling=SamplingParams(...)",
-                unknown[0],
-            )
-        if keywords and not self.continuous_batching_config.per_request_processors:
-            name = next(iter(keywords))
-            raise InvalidRequest(
-                f"{name} needs per_request_processors=True, or give it in sampling=SamplingParams(...)",
-                name,
-            )
-        extra = dict(keywords)
-        if max_new_tokens is not None:
-            extra["max_new_tokens"] = max_new_tokens
-        if eos_token_id is not None:
-            extra["eos_token_ids"] = as_token_ids(eos_token_id)
-        sampling = sampling or SamplingParams()
-        for name in extra:
-            if getattr(sampling, name) is not None:
-                raise InvalidRequest(
-                    f"{name} is given twice, in sampling and beside it; give it once",
-                    param=name,
-                )
-        return replace(sampling, **extra)
-
-    def _filled_sampling(
-        self, given: SamplingParams, prompt_length: int
-    ) -> SamplingParams:
-        """Fills what the request leaves open; refuses what can never fit the model or the whole cache."""
-        limit = self.config.max_model_len
-        room = min(limit, self._max_length or limit) - prompt_length
-        max_new_tokens = given.max_new_tokens or self._defaults.max_new_tokens
-        if prompt_length + (max_new_tokens or 1) > limit or room < 1:
-            raise ContextLengthExceeded(
-                f"the prompt has {prompt_length} tokens and {max_new_tokens or 1} new ones are asked for, together more than"
-                f" the {limit} that the model and the cache ({self.config.capacity}) hold; shorten one of them",
-                param="max_new_tokens" if prompt_length < limit else "input_ids",
-            )
-        with self._lock:
-            seed = self._seeds.getrandbits(63)
-        here = SamplingParams(
-            max_new_tokens=max_new_tokens or room,
-            seed=seed,
-            logprobs=self.config.return_logprobs,
-        )
-        return given.filled_from(here).filled_from(self._defaults)
-
-
-def _as_token_id(value: object, index: int) -> int:
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]  # whatever it is: TypeError when it is no integer
-    except TypeError:
-        raise InvalidRequest(
-            f"input_ids[{index}] is {value!r}; it must be an integer", param="input_ids"
-        ) from None
 
 
 def _end_thread(loop: GenerationLoop, thread: threading.Thread) -> None:

@@ -19,8 +19,8 @@ from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
 from engine.kv_cache import KVCache, LayerShape
+from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.sampling import SamplingRow, sample
-from engine.scheduler import PlannedRow, SampledToken, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,7 @@ class ModelRunner:
         self._model = model
         self._config = config
         self._configs = attention_configs(model)
-        self._takes_rows = (
-            "logits_to_keep" in inspect.signature(model.forward).parameters
-        )
+        self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache = KVCache(
             layers,
             num_blocks=config.num_blocks,
@@ -64,14 +62,8 @@ class ModelRunner:
                     "request failed alone request_id=%s",
                     plan.rows[0].request.request_id,
                 )
-                message = (
-                    f"the model failed on this request: {type(error).__name__}: {error}"
-                )
-                return {
-                    plan.rows[0].request.request_id: SampledToken(
-                        token=0, error=message
-                    )
-                }
+                message = f"the model failed on this request: {type(error).__name__}: {error}"
+                return {plan.rows[0].request.request_id: SampledToken(token=0, error=message)}
             logger.warning(
                 "step failed, its rows are run one by one rows=%d error=%r",
                 len(plan.rows),
@@ -88,17 +80,11 @@ class ModelRunner:
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
             logits_LV = self._logits(batch)
-            return (
-                _sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
-            )
+            return _sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
-        wanted_L = (
-            batch.last_tokens_L
-            if batch.sampling_rows
-            else torch.zeros_like(batch.input_ids_1T[0, :1])
-        )
+        wanted_L = batch.last_tokens_L if batch.sampling_rows else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
         with use_step(self._configs):
             output = self._model(
@@ -134,14 +120,8 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             raise UnsupportedModel(
                 f"{type(module).__name__} has no layer index of its own, so it has no place in the cache"
             )
-        if (
-            layer_types
-            and "sliding" in layer_types[layer]
-            and rules["sliding_window"] is None
-        ):
-            raise UnsupportedModel(
-                f"{type(module).__name__} hides its sliding window from the attention interface"
-            )
+        if layer_types and "sliding" in layer_types[layer] and rules["sliding_window"] is None:
+            raise UnsupportedModel(f"{type(module).__name__} hides its sliding window from the attention interface")
         found[layer] = LayerShape(
             num_kv_heads=key.shape[1],
             key_width=key.shape[3],
@@ -171,8 +151,8 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
         model.train(was_training)
     if sorted(found) != list(range(text_config.num_hidden_layers)):
         raise UnsupportedModel(
-            f"{type(model).__name__} sends {len(found)} of its {text_config.num_hidden_layers} layers through transformers'"
-            " attention interface; all of them have to"
+            f"{type(model).__name__} sends {len(found)} of its {text_config.num_hidden_layers} layers through"
+            " transformers' attention interface; all of them have to"
         )
     return [found[layer] for layer in sorted(found)]
 
@@ -182,18 +162,14 @@ def _sample(rows: list[PlannedRow], logits_LV: Tensor) -> dict[str, SampledToken
     result = sample(
         logits_LV,
         [_sampling_row(row) for row in rows],
-        logprob_rows=[
-            index for index, request in enumerate(requests) if request.sampling.logprobs
-        ],
+        logprob_rows=[index for index, request in enumerate(requests) if request.sampling.logprobs],
     )
     bad_rows = set(result.bad_rows)
     return {
         request.request_id: SampledToken(
             token=result.tokens[index],
             logprob=result.logprobs.get(index),
-            error="the model's scores are not finite numbers"
-            if index in bad_rows
-            else None,
+            error="the model's scores are not finite numbers" if index in bad_rows else None,
         )
         for index, request in enumerate(requests)
     }
@@ -202,8 +178,10 @@ def _sample(rows: list[PlannedRow], logits_LV: Tensor) -> dict[str, SampledToken
 def _sampling_row(row: PlannedRow) -> SamplingRow:
     sampling = row.request.sampling
     # All set by the manager, which fills a request from its defaults.
-    assert sampling.temperature is not None and sampling.top_k is not None
-    assert sampling.top_p is not None and sampling.seed is not None
+    assert sampling.temperature is not None
+    assert sampling.top_k is not None
+    assert sampling.top_p is not None
+    assert sampling.seed is not None
     return SamplingRow(
         temperature=sampling.temperature,
         top_k=sampling.top_k,

@@ -37,9 +37,7 @@ class Outbox:
             self._is_open = False
             self._changed.notify_all()
 
-    def register(
-        self, request_id: str, callback: Callback, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def register(self, request_id: str, callback: Callback, loop: asyncio.AbstractEventLoop) -> None:
         """Sends the outputs of a request to `callback`, run in `loop`, until its terminal one."""
         with self._changed:
             self._handlers[request_id] = (loop, callback)
@@ -50,10 +48,8 @@ class Outbox:
             self._handlers.pop(request_id, None)
 
     def deliver(self, outputs: list[GenerationOutput]) -> list[str]:
-        """Hands the outputs of one step over; gives the ids whose event loop is closed, so nobody reads them any more."""
-        by_loop: dict[
-            asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]
-        ] = {}
+        """Hands the outputs of one step over; gives the ids whose event loop is closed: nobody reads them."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]] = {}
         with self._changed:
             for output in outputs:
                 handler = self._handlers.get(output.request_id)
@@ -71,16 +67,12 @@ class Outbox:
             except RuntimeError:
                 orphans += [output.request_id for _, output in calls]
         for request_id in orphans:
-            logger.warning(
-                "event loop of a result handler is closed request_id=%s", request_id
-            )
+            logger.warning("event loop of a result handler is closed request_id=%s", request_id)
             self.forget(request_id)
         return orphans
 
-    def take(
-        self, request_id: str | None, timeout_s: float | None
-    ) -> GenerationOutput | None:
-        """Waits for an output (of one request, or of any) and gives it; None after the timeout or once closed and empty."""
+    def take(self, request_id: str | None, timeout_s: float | None) -> GenerationOutput | None:
+        """Waits for an output, of one request or of any; None after the timeout, or once closed and empty."""
         deadline = None if timeout_s is None else monotonic() + timeout_s
         with self._changed:
             while True:

@@ -63,9 +63,7 @@ class SamplingParams:
         _check_number("temperature", self.temperature, minimum=0.0, maximum=100.0)
         _check_number("top_p", self.top_p, minimum=0.0, maximum=1.0)
         if self.top_p == 0:
-            raise InvalidRequest(
-                "top_p is 0; it must be above 0 and at most 1", param="top_p"
-            )
+            raise InvalidRequest("top_p is 0; it must be above 0 and at most 1", param="top_p")
         _check_integer("top_k", self.top_k, minimum=0)
         _check_integer("seed", self.seed, minimum=-MAX_SEED, maximum=MAX_SEED - 1)
         _check_integer("max_new_tokens", self.max_new_tokens, minimum=1)
@@ -75,11 +73,7 @@ class SamplingParams:
 
     def filled_from(self, defaults: "SamplingParams") -> "SamplingParams":
         """Gives a copy in which every None is replaced by the value of `defaults`."""
-        missing = {
-            name: getattr(defaults, name)
-            for name in self.__slots__
-            if getattr(self, name) is None
-        }
+        missing = {name: getattr(defaults, name) for name in self.__slots__ if getattr(self, name) is None}
         return replace(self, **missing)
 
 
@@ -138,9 +132,7 @@ class TokenView(Sequence[Any]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence):
             return NotImplemented
-        return len(self) == len(other) and all(
-            a == b for a, b in zip(self, other, strict=True)
-        )
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
 
     __hash__ = None  # type: ignore[assignment]  # equal to lists, which are unhashable too
 
@@ -184,19 +176,11 @@ class GenerationOutput:
         return self.status.is_terminal
 
 
-def _check_number(
-    name: str, value: float | None, *, minimum: float, maximum: float
-) -> None:
+def _check_number(name: str, value: float | None, *, minimum: float, maximum: float) -> None:
     if value is None:
         return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not isfinite(value)
-    ):
-        raise InvalidRequest(
-            f"{name} is {value!r}; it must be a finite number", param=name
-        )
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
+        raise InvalidRequest(f"{name} is {value!r}; it must be a finite number", param=name)
     if not minimum <= value <= maximum:
         raise InvalidRequest(
             f"{name} is {value}; it must be between {minimum:g} and {maximum:g}",
@@ -204,17 +188,11 @@ def _check_number(
         )
 
 
-def _check_integer(
-    name: str, value: int | None, *, minimum: int, maximum: int | None = None
-) -> None:
+def _check_integer(name: str, value: int | None, *, minimum: int, maximum: int | None = None) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidRequest(f"{name} is {value!r}; it must be an integer", param=name)
     if value < minimum or (maximum is not None and value > maximum):
-        bound = (
-            f"at least {minimum}"
-            if maximum is None
-            else f"between {minimum} and {maximum}"
-        )
+        bound = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
         raise InvalidRequest(f"{name} is {value}; it must be {bound}", param=name)

@@ -1,61 +1,22 @@
-"""What the next step computes (`plan`), and what its tokens mean (`commit`). Pure Python, no tensors, no clock of its own.
+"""What the next step computes (`plan`), and what its tokens mean (`commit`). No tensors, no clock of its own.
 
 First come, first served: decoding requests first, then prompts in chunks, then the waiting line, whose head is never
 overtaken. When blocks run out, the newest request goes back to the head of the line; its full blocks stay findable.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockPool, block_digest, root_digest
 from engine.config import ResolvedConfig
 from engine.metrics import EngineStats
+from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.request import FinishReason, RequestStatus, WeightSpan
 
 MIN_PREFILL_TOKENS = 32
 """A step full of decoding requests still takes so many prompt tokens, or prompts would starve."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedRow:
-    """Compute tokens `start` to `start + len(token_ids)` of one request; `samples` draws the token after them."""
-
-    request: ActiveRequest
-    start: int
-    token_ids: list[int]
-    block_ids: list[int]
-    samples: bool
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """One step: its rows, in no order that matters."""
-
-    rows: list[PlannedRow]
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(row.token_ids) for row in self.rows)
-
-    @property
-    def num_decoding(self) -> int:
-        """Rows of one token that samples: decode steps, and the last token of a prompt."""
-        return sum(len(row.token_ids) == 1 and row.samples for row in self.rows)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """What a step drew for one request; `error` ends that request and no other."""
-
-    token: int
-    logprob: float | None = None
-    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -66,15 +27,13 @@ class Counters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    ended: dict[str, int] = field(
-        default_factory=lambda: {reason.value: 0 for reason in FinishReason}
-    )
+    ended: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in FinishReason})
 
 
 class Scheduler:
     """Owns every active request and the block pool.
 
-    Invariants: every request is waiting or running; waiting ones hold no block; running ones are older than waiting ones.
+    Invariants: every request waits or runs; waiting ones hold no block; running ones are older than waiting ones.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -101,10 +60,8 @@ class Scheduler:
 
     def add(self, request: ActiveRequest) -> None:
         """Puts a checked request at the end of the line."""
-        assert (
-            request.request_id not in self._waiting
-            and request.request_id not in self._running
-        )
+        assert request.request_id not in self._waiting
+        assert request.request_id not in self._running
         self._enter_line(request)
         self.counters.prompt_tokens += len(request.prompt_ids)
 
@@ -124,22 +81,14 @@ class Scheduler:
             if budget == 0:
                 break
             budget -= self._plan_row(request, min(budget, request.num_to_compute), rows)
-        while (
-            budget > 0
-            and self._waiting
-            and len(self._running) < self.config.max_requests_per_batch
-        ):
+        while budget > 0 and self._waiting and len(self._running) < self.config.max_requests_per_batch:
             admitted = self._admit_head(budget, now)
             if admitted is None:
                 break
-            budget -= self._plan_row(
-                admitted, min(budget, admitted.num_to_compute), rows
-            )
+            budget -= self._plan_row(admitted, min(budget, admitted.num_to_compute), rows)
         return StepPlan(list(rows.values()))
 
-    def commit(
-        self, plan: StepPlan, samples: dict[str, SampledToken], now: float
-    ) -> list[ActiveRequest]:
+    def commit(self, plan: StepPlan, samples: dict[str, SampledToken], now: float) -> list[ActiveRequest]:
         """Takes the outcome of a step in; gives the requests that have something new to tell.
 
         Every row that samples has an entry in `samples`; a row without `samples` may have one that carries an error.
@@ -192,13 +141,8 @@ class Scheduler:
             num_waiting=len(self._waiting),
             num_running=len(self._running),
             queued_prefill_tokens=self._waiting_prefill_tokens
-            + sum(
-                request.num_to_compute
-                for request in running
-                if request.num_to_compute > 1
-            ),
-            pending_decode_tokens=self._waiting_decode_tokens
-            + sum(request.num_to_generate for request in running),
+            + sum(request.num_to_compute for request in running if request.num_to_compute > 1),
+            pending_decode_tokens=self._waiting_decode_tokens + sum(request.num_to_generate for request in running),
             num_blocks=self.pool.num_blocks,
             num_used_blocks=self.pool.num_blocks - self.pool.num_free,
             num_cached_blocks=self.pool.num_cached,
@@ -217,37 +161,25 @@ class Scheduler:
         held: dict[int, int] = {}
         for request in self._running.values():
             assert 0 <= request.num_computed <= request.num_tokens
-            assert (
-                len(request.block_ids) * self.config.page_size >= request.num_computed
-            )
+            assert len(request.block_ids) * self.config.page_size >= request.num_computed
             assert len(request.digests) <= len(request.block_ids)
             for block in request.block_ids:
                 held[block] = held.get(block, 0) + 1
-        assert held == {
-            block: n for block, n in enumerate(self.pool._num_holders) if n > 0
-        }
+        assert held == {block: n for block, n in enumerate(self.pool._num_holders) if n > 0}
         for request in self._waiting.values():
-            assert not request.block_ids and request.num_computed == 0
-        assert self._waiting_prefill_tokens == sum(
-            request.num_to_compute for request in self._waiting.values()
-        )
-        assert self._waiting_decode_tokens == sum(
-            request.num_to_generate for request in self._waiting.values()
-        )
+            assert not request.block_ids
+            assert request.num_computed == 0
+        assert self._waiting_prefill_tokens == sum(request.num_to_compute for request in self._waiting.values())
+        assert self._waiting_decode_tokens == sum(request.num_to_generate for request in self._waiting.values())
 
     def _oldest_first(self, *, is_decoding: bool) -> Iterator[ActiveRequest]:
         for request in list(self._running.values()):
             # An older request may have sent this one back to the line meanwhile.
-            if (
-                request.request_id in self._running
-                and (request.num_to_compute == 1) == is_decoding
-            ):
+            if request.request_id in self._running and (request.num_to_compute == 1) == is_decoding:
                 yield request
 
-    def _plan_row(
-        self, request: ActiveRequest, num_new: int, rows: dict[str, PlannedRow]
-    ) -> int:
-        """Adds a row of `num_new` tokens, sending newer requests back for their blocks where needed; gives its tokens."""
+    def _plan_row(self, request: ActiveRequest, num_new: int, rows: dict[str, PlannedRow]) -> int:
+        """Adds a row of `num_new` tokens, sending newer requests back for their blocks where needed; gives its size."""
         start, end = request.num_computed, request.num_computed + num_new
         num_missing = -(-end // self.config.page_size) - len(request.block_ids)
         while num_missing > self.pool.num_free:
@@ -275,11 +207,7 @@ class Scheduler:
         num_first = min(budget, request.num_tokens - num_cached)
         num_needed = -(-(num_cached + num_first) // self.config.page_size) - len(hit)
         num_free = self.pool.num_free - self.pool.num_free_among(hit)
-        reserve = (
-            int(self.config.safety_margin * self.pool.num_blocks)
-            if self._running
-            else 0
-        )
+        reserve = int(self.config.safety_margin * self.pool.num_blocks) if self._running else 0
         if num_needed + reserve > num_free:
             return None
         self._leave_line(request)
@@ -304,15 +232,9 @@ class Scheduler:
         if request.chain_version != self.version:
             request.digests = []
             request.chain_version = self.version
-        parent = (
-            request.digests[-1]
-            if request.digests
-            else root_digest(self.version, request.cache_salt)
-        )
+        parent = request.digests[-1] if request.digests else root_digest(self.version, request.cache_salt)
         for index in range(len(request.digests), num_full):
-            parent = block_digest(
-                parent, request.token_ids[index * page : (index + 1) * page]
-            )
+            parent = block_digest(parent, request.token_ids[index * page : (index + 1) * page])
             request.digests.append(parent)
         return self.pool.lookup(request.digests[:num_full])
 
@@ -321,14 +243,8 @@ class Scheduler:
             return
         page = self.config.page_size
         for index in range(len(request.digests), request.num_computed // page):
-            parent = (
-                request.digests[-1]
-                if request.digests
-                else root_digest(self.version, request.cache_salt)
-            )
-            digest = block_digest(
-                parent, request.token_ids[index * page : (index + 1) * page]
-            )
+            parent = request.digests[-1] if request.digests else root_digest(self.version, request.cache_salt)
+            digest = block_digest(parent, request.token_ids[index * page : (index + 1) * page])
             request.digests.append(digest)
             self.pool.publish(request.block_ids[index], digest)
 

@@ -62,16 +62,10 @@ def resolve_config(
     on_cpu = model.device.type == "cpu"
     shape = describe(model)
     max_batch_tokens = config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS
-    max_requests = (
-        config.max_requests_per_batch
-        or hints.num_requests
-        or DEFAULT_MAX_REQUESTS_PER_BATCH
-    )
+    max_requests = config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS_PER_BATCH
     max_requests = min(max_requests, max_batch_tokens)
     model_len = shape.max_model_len or UNBOUNDED_MODEL_LEN
-    longest = min(
-        hints.max_prompt_length + hints.max_generated_length or model_len, model_len
-    )
+    longest = min(hints.max_prompt_length + hints.max_generated_length or model_len, model_len)
     num_blocks = config.num_blocks or _blocks_in_memory(
         config,
         model,
@@ -86,9 +80,7 @@ def resolve_config(
         max_model_len=min(model_len, num_blocks * page_size),
         vocab_size=shape.vocab_size,
         allow_block_sharing=config.allow_block_sharing,
-        safety_margin=SAFETY_MARGIN
-        if config.safety_margin is None
-        else config.safety_margin,
+        safety_margin=SAFETY_MARGIN if config.safety_margin is None else config.safety_margin,
         max_queue_size=config.max_queue_size,
         target_step_s=CPU_STEP_S if on_cpu else None,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
@@ -112,8 +104,8 @@ def _blocks_in_memory(
     fitting = int(free_bytes * share) // block_bytes
     if fitting < 1:
         raise InvalidRequest(
-            f"one block of the cache takes {block_bytes / 2**20:.0f} MiB and {share:.0%} of {free_bytes / 2**20:.0f} MiB free"
-            " memory may be used; lower page_size or free memory",
+            f"one block of the cache takes {block_bytes / 2**20:.0f} MiB, and of {free_bytes / 2**20:.0f} MiB of free"
+            f" memory {share:.0%} may be used; lower page_size or free memory",
             param="num_blocks",
         )
     return min(fitting, useful)

@@ -1,6 +1,6 @@
 """How many tokens a step may compute so that it stays short: measured, not guessed."""
 
-from engine.scheduler import StepPlan
+from engine.plan import StepPlan
 
 SMOOTHING = 0.3
 """Weight of the newest step: three steps after a change the estimate has followed it by two thirds."""
@@ -38,13 +38,9 @@ class StepBudget:
         num_tokens = plan.num_tokens
         num_decoding = plan.num_decoding
         if num_tokens - num_decoding >= MIN_MEASURED_TOKENS:
-            self.prefill_tokens_per_s = _follow(
-                self.prefill_tokens_per_s, num_tokens / step_s
-            )
+            self.prefill_tokens_per_s = _follow(self.prefill_tokens_per_s, num_tokens / step_s)
         elif num_decoding == num_tokens:
-            self.decode_tokens_per_s = _follow(
-                self.decode_tokens_per_s, num_tokens / step_s
-            )
+            self.decode_tokens_per_s = _follow(self.decode_tokens_per_s, num_tokens / step_s)
 
 
 def _follow(average: float, value: float) -> float:

@@ -39,9 +39,7 @@ StepFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Ten
 def attention_configs(model: PreTrainedModel) -> list[Any]:
     """Gives the config objects that attention layers may look at: each module that holds one, without repeats."""
     configs = {
-        id(config): config
-        for module in model.modules()
-        if (config := getattr(module, "config", None)) is not None
+        id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None
     }
     return list(configs.values())
 
@@ -71,14 +69,10 @@ def run_attention(step: AttentionStep) -> StepFunction:
         rules: dict[str, Any],
     ) -> Tensor:
         num_kv_heads = key.shape[1]
-        query_HGTD = query[0].unflatten(
-            0, (num_kv_heads, query.shape[1] // num_kv_heads)
-        )
+        query_HGTD = query[0].view(num_kv_heads, -1, *query.shape[2:])
         layer_rules = LayerRules(
             layer=module.layer_idx,  # type: ignore[arg-type]  # every attention layer of transformers has an int here
-            scale=rules["scaling"]
-            if rules["scaling"] is not None
-            else query.shape[-1] ** -0.5,
+            scale=rules["scaling"] if rules["scaling"] is not None else query.shape[-1] ** -0.5,
             window=rules["sliding_window"],
             softcap=rules["softcap"],
             sinks=rules["s_aux"],
@@ -97,19 +91,10 @@ def _forward_attention(
     **arguments: Any,  # what the model family passes: checked below, not ignored
 ) -> tuple[Tensor, None]:
     step_function: StepFunction = arguments.pop(STEP_ARGUMENT)
-    rules = {
-        name: arguments.pop(name, None)
-        for name in ("scaling", "sliding_window", "softcap", "s_aux")
-    }
+    rules = {name: arguments.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux")}
     arguments.pop("dropout", None)
-    unknown = sorted(
-        name
-        for name, value in arguments.items()
-        if value is not None and name not in HARMLESS_ARGUMENTS
-    )
+    unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS_ARGUMENTS)
     if unknown or attention_mask is not None:
         what = f"{', '.join(unknown)}" if unknown else "its own attention mask"
-        raise UnsupportedModel(
-            f"{type(module).__name__} wants attention with {what}, which the engine does not know"
-        )
+        raise UnsupportedModel(f"{type(module).__name__} wants attention with {what}, which the engine does not know")
     return step_function(module, query, key, value, rules)[None], None

@@ -34,9 +34,7 @@ def attend(
     """Stores the new keys and values and gives the attention output as T x (H * G) x D."""
     step.cache.write(rules.layer, key_HTD, value_HTD, step.slots_T)
     num_heads, num_groups, num_tokens, _ = query_HGTD.shape
-    out_THGD = query_HGTD.new_empty(
-        num_tokens, num_heads, num_groups, value_HTD.shape[-1]
-    )
+    out_THGD = query_HGTD.new_empty(num_tokens, num_heads, num_groups, value_HTD.shape[-1])
     for index, group in enumerate(step.groups):
         query_HRGD = query_HGTD[:, :, group.start : group.end].transpose(1, 2)
         out_HRGD = _attend_group(step, index, query_HRGD, rules)
@@ -53,11 +51,7 @@ def attend(
                 read_value_HSD[:, :num_keys],
             )
         mask_QS = step.chunk_mask(index, window=rules.window, dtype=query_HGTD.dtype)
-        sinks = (
-            None
-            if rules.sinks is None
-            else rules.sinks.view(num_heads, num_groups, 1, 1)
-        )
+        sinks = None if rules.sinks is None else rules.sinks.view(num_heads, num_groups, 1, 1)
         out_HGQD = _weigh(
             query_HGTD[:, :, rows],
             (
@@ -72,9 +66,7 @@ def attend(
     return out_THGD.flatten(1, 2)
 
 
-def _attend_group(
-    step: AttentionStep, index: int, query_HRGD: Tensor, rules: LayerRules
-) -> Tensor:
+def _attend_group(step: AttentionStep, index: int, query_HRGD: Tensor, rules: LayerRules) -> Tensor:
     num_heads, num_rows, num_groups, _ = query_HRGD.shape
     keys_HTD, values_HTD = step.cache.read(rules.layer, step.groups[index].chunk_ids)
     key_HRSD = keys_HTD.view(num_heads, num_rows, -1, keys_HTD.shape[-1])
@@ -86,9 +78,7 @@ def _attend_group(
         window=rules.window,
         dtype=query_HRGD.dtype,
     )
-    sinks = (
-        None if rules.sinks is None else rules.sinks.view(num_heads, 1, num_groups, 1)
-    )
+    sinks = None if rules.sinks is None else rules.sinks.view(num_heads, 1, num_groups, 1)
     return _weigh(query_HRGD, (key_HRSD, value_HRSD), mask, rules, sinks)
 
 
@@ -105,16 +95,12 @@ def _weigh(
 ) -> Tensor:
     key, value = key_and_value
     if rules.softcap is None and sinks is None:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=rules.scale
-        )
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=rules.scale)
     scores = torch.matmul(query, key.transpose(-1, -2)) * rules.scale
     if rules.softcap is not None:
         scores = torch.tanh(scores / rules.softcap) * rules.softcap
     scores = scores + mask
     if sinks is not None:
-        scores = torch.cat(
-            [scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1
-        )
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], dim=-1)
     weights = functional.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
     return torch.matmul(weights[..., : key.shape[-2]], value)

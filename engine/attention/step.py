@@ -65,25 +65,19 @@ class AttentionStep:
             visible_RS = position_S < lengths_R1
             if window is not None:
                 visible_RS &= position_S >= lengths_R1 - window
-            mask_RS = torch.zeros(
-                visible_RS.shape, dtype=dtype, device=lengths_R1.device
-            )
+            mask_RS = torch.zeros(visible_RS.shape, dtype=dtype, device=lengths_R1.device)
             mask_RS.masked_fill_(~visible_RS, float("-inf"))
             self._masks[key] = mask_RS[None, :, None, :].repeat(1, 1, num_groups, 1)
         return self._masks[key]
 
-    def chunk_mask(
-        self, index: int, *, window: int | None, dtype: torch.dtype
-    ) -> Tensor:
+    def chunk_mask(self, index: int, *, window: int | None, dtype: torch.dtype) -> Tensor:
         """Gives the causal mask of a prompt chunk over its keys, as Q x S."""
         key = (-1 - index, window, 0)
         if key not in self._masks:
             chunk = self.chunks[index]
             num_queries = chunk.end - chunk.start
             device = self.slots_T.device
-            query_Q1 = torch.arange(
-                chunk.context, chunk.context + num_queries, device=device
-            )[:, None]
+            query_Q1 = torch.arange(chunk.context, chunk.context + num_queries, device=device)[:, None]
             position_S = torch.arange(chunk.context + num_queries, device=device)
             visible_QS = position_S <= query_Q1
             if window is not None:

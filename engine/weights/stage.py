@@ -18,7 +18,7 @@ _NUM_NAMES_SHOWN = 3
 
 @dataclass(slots=True)
 class _Slot:
-    """One storage of the model: the tensors that hold it and their names (several where tied); later the new one."""
+    """One storage of the model: the tensors that hold it with their names (several where tied), and the new one."""
 
     holders: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
