@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from engine import ContinuousBatchingConfig, ContinuousBatchingManager, EngineStats, GenerationOutput
 from engine import init_continuous_batching as make_manager
@@ -21,9 +21,11 @@ def small_config(**overrides: Any) -> ContinuousBatchingConfig:
 
 
 @contextmanager
-def running(model: PreTrainedModel, **overrides: Any) -> Iterator[ContinuousBatchingManager]:
+def running(
+    model: PreTrainedModel, *, generation_config: GenerationConfig | None = None, **overrides: Any
+) -> Iterator[ContinuousBatchingManager]:
     """Runs a manager and proves on leaving that nothing is left in it."""
-    manager = make_manager(model, continuous_batching_config=small_config(**overrides))
+    manager = make_manager(model, generation_config, small_config(**overrides))
     manager.start()
     try:
         yield manager
