@@ -225,7 +225,8 @@ class ContinuousBatchingManager:
     def register_result_handler(self, request_id: str, callback: Callable[[GenerationOutput], None]) -> None:
         """Sends each output of a request to `callback`, run in the calling asyncio loop, until the terminal one.
 
-        To miss nothing, register first and add the request then. Raises RuntimeError outside of a running loop.
+        To miss nothing, register first and add the request then. Raises RuntimeError outside of a running loop and
+        DuplicateRequest when the id has a handler.
         """
         self._outbox.register(request_id, callback, asyncio.get_running_loop())
 

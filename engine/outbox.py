@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from time import monotonic
 
+from engine.errors import DuplicateRequest
 from engine.request import GenerationOutput
 
 Callback = Callable[[GenerationOutput], None]
@@ -38,8 +39,13 @@ class Outbox:
             self._changed.notify_all()
 
     def register(self, request_id: str, callback: Callback, loop: asyncio.AbstractEventLoop) -> None:
-        """Sends the outputs of a request to `callback`, run in `loop`, until its terminal one."""
+        """Sends the outputs of a request to `callback`, run in `loop`, until its terminal one.
+
+        Raises DuplicateRequest when the id has a handler: its request would else never hear of its end.
+        """
         with self._changed:
+            if request_id in self._handlers:
+                raise DuplicateRequest(f"request id {request_id!r} has a result handler already; choose another")
             self._handlers[request_id] = (loop, callback)
 
     def forget(self, request_id: str) -> None:

@@ -2,6 +2,9 @@ import asyncio
 import threading
 from time import monotonic
 
+import pytest
+
+from engine.errors import DuplicateRequest
 from engine.outbox import Outbox
 from engine.request import GenerationOutput, RequestStatus
 
@@ -90,3 +93,15 @@ def test_handlers_in_several_loops_are_served_and_a_closed_one_is_named() -> Non
     finally:
         live.close()
     assert [item.request_id for item in seen] == ["live"]
+
+
+async def test_a_second_handler_cannot_take_the_outputs_of_a_request_away() -> None:
+    outbox, seen = Outbox(), []
+    loop = asyncio.get_running_loop()
+    outbox.register("a", seen.append, loop)
+    with pytest.raises(DuplicateRequest, match="'a'"):
+        outbox.register("a", seen.append, loop)
+    outbox.deliver([output("a", 1, ended=True)])
+    await asyncio.sleep(0)
+    assert len(seen) == 1
+    outbox.register("a", seen.append, loop)

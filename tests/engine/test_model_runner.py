@@ -1,0 +1,101 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from engine import ContinuousBatchingConfig, RequestStatus, SamplingParams, UnsupportedModel, generate_batch
+from engine.active_request import ActiveRequest
+from engine.kv_cache import KVCache
+from engine.model_runner import ModelRunner, probe_layers
+from engine.plan import PlannedRow, StepPlan
+from engine.sizing import resolve_config
+
+GREEDY = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, seed=0, max_new_tokens=8, eos_token_ids=(), logprobs=False)
+CONFIG = ContinuousBatchingConfig(page_size=16, num_blocks=16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run_greedy(runner: ModelRunner, prompt: list[int], block_ids: list[int]) -> list[int]:
+    request = ActiveRequest("a", prompt, GREEDY, created_time=0.0)
+    start = 0
+    while len(request.output_ids) < 8:
+        plan = StepPlan([PlannedRow(request, start, request.token_ids[start:], block_ids, samples=True)])
+        start = request.num_tokens
+        token = runner.run(plan)["a"].token
+        request.token_ids.append(token)
+        request.output_ids.append(token)
+    return request.output_ids
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_what_an_earlier_owner_left_in_a_block_is_never_read(family: str) -> None:
+    model = tiny_model(family)
+    layers = probe_layers(model)
+    clean, dirty = (ModelRunner(model, resolve_config(CONFIG, model, layers), layers) for _ in range(2))
+    for store in (*dirty._cache._keys_HNCD, *dirty._cache._values_HNCD):
+        store.fill_(float("nan"))
+    prompt = list(range(1, 30))
+    assert run_greedy(dirty, prompt, [3, 1, 2]) == run_greedy(clean, prompt, [0, 1, 2])
+
+
+def test_a_request_on_which_the_model_raises_fails_alone() -> None:
+    model = tiny_model("llama")
+    prompts = [[1, 2, 3], [13, 4, 5], [6, 7, 8]]
+    undisturbed = list(generate_batch(model, prompts, continuous_batching_config=CONFIG, sampling=GREEDY).values())
+
+    def refuse_thirteen(module: torch.nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if (inputs[0] == 13).any():
+            raise ValueError("thirteen")
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(refuse_thirteen)
+    try:
+        outputs = list(generate_batch(model, prompts, continuous_batching_config=CONFIG, sampling=GREEDY).values())
+    finally:
+        hook.remove()
+    assert [output.status for output in outputs] == [
+        RequestStatus.FINISHED,
+        RequestStatus.FAILED,
+        RequestStatus.FINISHED,
+    ]
+    assert "thirteen" in (outputs[1].error or "")
+    assert [outputs[i].generated_tokens for i in (0, 2)] == [undisturbed[i].generated_tokens for i in (0, 2)]
+
+
+def test_the_model_is_its_owners_again_after_a_forward_pass() -> None:
+    model = tiny_model("llama")
+    implementation = model.config._attn_implementation
+    model.train()
+    list(generate_batch(model, [[1, 2, 3]], continuous_batching_config=CONFIG, sampling=GREEDY))
+    assert model.training
+    assert model.config._attn_implementation == implementation
+
+
+def test_a_model_whose_layers_bypass_the_attention_interface_is_refused() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].self_attn = _NoAttention()
+    with pytest.raises(UnsupportedModel, match="1 of its 2 layers"):
+        probe_layers(model)
+
+
+class _NoAttention(torch.nn.Module):
+    def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+def test_a_read_takes_whole_chunks_in_the_order_named() -> None:
+    model = tiny_model("llama")
+    cache = KVCache(probe_layers(model), num_blocks=2, page_size=64, dtype=torch.float32, device=torch.device("cpu"))
+    assert (cache.chunk_tokens, cache.chunks_per_block) == (32, 2)
+    keys_HTD = torch.randn(2, 40, 16)
+    cache.write(0, keys_HTD, keys_HTD * 2, torch.arange(64, 104))
+    read_keys, read_values = cache.read(0, torch.tensor([3, 2]))
+    assert torch.equal(read_keys[:, 32:], keys_HTD[:, :32])
+    assert torch.equal(read_values[:, :8], keys_HTD[:, 32:] * 2)
