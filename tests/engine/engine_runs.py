@@ -1,7 +1,8 @@
 """Runs a manager over a tiny model, and says what plain `generate` would have answered."""
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +51,14 @@ def result_of(manager: ContinuousBatchingManager, request_id: str) -> Generation
     assert output is not None, f"no result for {request_id}"
     assert output.is_finished()
     return output
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Returns when the condition holds; fails when it does not in good time."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.001)
 
 
 def run_all(
