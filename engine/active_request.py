@@ -31,6 +31,7 @@ class ActiveRequest:
     cache_salt: str | None = None
     tenant: str | None = None
     priority: int = 0
+    parent_id: str | None = None
     children: list["ActiveRequest"] = field(default_factory=list)
     """Further samples of the same prompt; they join when the prompt is computed, and share its blocks."""
 
@@ -62,6 +63,11 @@ class ActiveRequest:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_ids)
+
+    @property
+    def family(self) -> str:
+        """The id that cancels it together with the other samples of its prompt."""
+        return self.parent_id or self.request_id
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from engine.request import (
     SamplingParams,
     WorkloadHints,
 )
+from engine.submission import sequence_ids
 
 _CACHED_MANAGER = "_pitstop_manager"
 
@@ -100,7 +101,8 @@ def generate_batch(
 ) -> dict[str, GenerationOutput]:
     """Generates for every prompt; gives the last output of each by request id, in the order of the prompts.
 
-    A prompt that is refused or fails is there too, with status FAILED and its `error`; it does not touch the others.
+    Of several sequences a prompt, the one with the plain id comes last, as in transformers. A prompt that is refused or
+    fails is there too, with status FAILED and its `error`; it does not touch the others.
     """
     if not inputs:
         return {}
@@ -110,7 +112,7 @@ def generate_batch(
         max_generated_length=max_new_tokens or 0,
     )
     results: dict[str, GenerationOutput] = {}
-    pending = []
+    pending: list[str] = []
     with continuous_batching_context_manager(
         model,
         generation_config,
@@ -119,19 +121,23 @@ def generate_batch(
         warmup=warmup,
         workload_hints=hints if max_new_tokens else None,
     ) as manager:
-        for index, input_ids in enumerate(inputs):
+        num_sequences = (sampling.num_return_sequences if sampling else None) or manager.num_return_sequences
+        for input_ids in inputs:
+            request_id = manager.new_request_id()
+            family = sequence_ids(request_id, num_sequences)
             try:
-                request_id = manager.add_request(
+                manager.add_request(
                     input_ids,
+                    request_id,
                     max_new_tokens=max_new_tokens,
                     record_timestamps=record_timestamps,
                     sampling=sampling,
                 )
             except InvalidRequest as error:
-                results[f"refused_{index}"] = _failed(f"refused_{index}", input_ids, str(error))
+                results |= {name: _failed(name, input_ids, str(error)) for name in family}
             else:
-                pending.append(request_id)
-                results[request_id] = _failed(request_id, input_ids, "the manager stopped before it ended")
+                pending += family
+                results |= {name: _failed(name, input_ids, "the manager stopped before it ended") for name in family}
         for request_id in tqdm(pending, disable=not progress_bar, desc="requests", unit="request"):
             output = manager.get_result(request_id)
             if output is not None:

@@ -36,7 +36,6 @@ NEUTRAL_VALUES: dict[str, tuple[object, ...]] = {
     "stop_strings": ([],),
     "max_time": (),
     "num_beams": (1,),
-    "num_return_sequences": (1,),
     "penalty_alpha": (0,),
     "prompt_lookup_num_tokens": (),
     "renormalize_logits": (False,),
@@ -86,6 +85,7 @@ def sampling_defaults(
         top_p=float(config.top_p if config.top_p is not None else 1.0),
         max_new_tokens=config.max_new_tokens,
         eos_token_ids=as_token_ids(eos),
+        num_return_sequences=config.num_return_sequences or 1,
     )
     return defaults, config.max_length if given is not None else None
 

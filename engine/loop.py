@@ -62,6 +62,8 @@ class GenerationLoop:
         self._wake = threading.Condition()
         self._inbox: list[ActiveRequest | _Cancel] = []
         self._active_ids: set[str] = set()
+        self._families: dict[str, set[str]] = {}
+        """By the id of a parent, itself and its children, as long as one of them is active."""
         self._num_in_inbox = 0
         self._num_pauses = 0
         self._is_parked = False
@@ -91,22 +93,21 @@ class GenerationLoop:
         """Posts a checked request. Raises DuplicateRequest; EngineStopped or EngineDead when no step will take it."""
         with self._wake:
             self._raise_if_closed()
-            if request.request_id in self._active_ids:
-                raise DuplicateRequest(
-                    f"request id {request.request_id!r} is in flight; choose another",
-                    param="request_id",
-                )
-            self._active_ids.add(request.request_id)
+            family = {request.request_id, *(child.request_id for child in request.children)}
+            for request_id in family & self._active_ids:
+                raise DuplicateRequest(f"request id {request_id!r} is in flight; choose another", param="request_id")
+            self._active_ids |= family
+            self._families[request.request_id] = family
             self._inbox.append(request)
             self._num_in_inbox += 1
             self._wake.notify_all()
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request by the end of the step in progress; unknown ids are ignored."""
+        """Ends a request and its children by the end of the step in progress; unknown ids are ignored."""
         with self._wake:
-            if request_id in self._active_ids:
-                self._inbox.append(_Cancel(request_id))
-                self._wake.notify_all()
+            alone = {request_id} & self._active_ids
+            self._inbox += [_Cancel(member) for member in self._families.get(request_id, alone)]
+            self._wake.notify_all()
 
     def stop(self, mode: StopMode) -> None:
         """Asks the thread to end; a later HARD overrides an earlier FLUSH."""
@@ -248,9 +249,18 @@ class GenerationLoop:
     def _publish(self, requests: list[ActiveRequest]) -> None:
         outputs = [request.take_output() for request in requests if request.streaming or request.status.is_terminal]
         with self._wake:
-            self._active_ids.difference_update(output.request_id for output in outputs if output.is_finished())
+            for request in requests:
+                if request.status.is_terminal:
+                    self._forget(request)
         for request_id in self._outbox.deliver(outputs):
             self.cancel(request_id)
+
+    def _forget(self, request: ActiveRequest) -> None:
+        self._active_ids.remove(request.request_id)
+        family = self._families[request.family]
+        family.remove(request.request_id)
+        if not family:
+            del self._families[request.family]
 
     def _refresh_stats(self) -> None:
         self._stats = replace(

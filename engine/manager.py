@@ -57,6 +57,7 @@ class ContinuousBatchingManager:
         self.workload_hints = workload_hints
         own_config = model.generation_config or GenerationConfig()
         defaults, max_length = sampling_defaults(own_config, generation_config)
+        self.num_return_sequences = defaults.num_return_sequences or 1
         self._layers = probe_layers(model)
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config, model, self._layers, workload_hints
@@ -160,16 +161,24 @@ class ContinuousBatchingManager:
         *,
         sampling: SamplingParams | None = None,
         cache_salt: str | None = None,
+        hints: WorkloadHints | None = None,
         **logit_processor_kwargs: Any,
     ) -> str:
         """Submits one prompt and gives its id. All checks happen here; one terminal output follows.
+
+        With `num_return_sequences` n in `sampling`, the further outputs come under the ids `<id>__child#0` to
+        `<id>__child#<n - 2>`; cancelling <id> cancels them all. Of `hints`, tenant and priority count here: a smaller
+        priority goes first.
 
         Raises InvalidRequest (and its kinds), QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside
         `pause()`: the request then waits.
         """
         merged = self._factory.merge(sampling, max_new_tokens, eos_token_id, logit_processor_kwargs)
-        request = self._factory.make(input_ids, request_id=request_id, sampling=merged, cache_salt=cache_salt)
-        request.streaming, request.record_timestamps = streaming, record_timestamps
+        request = self._factory.make(
+            input_ids, request_id=request_id, sampling=merged, cache_salt=cache_salt, hints=hints
+        )
+        for member in (request, *request.children):
+            member.streaming, member.record_timestamps = streaming, record_timestamps
         limit = self.config.max_queue_size
         if limit and self._loop.num_waiting >= limit:
             raise QueueFull(
@@ -198,6 +207,10 @@ class ContinuousBatchingManager:
             )
             for ids in inputs
         ]
+
+    def new_request_id(self) -> str:
+        """Gives an id that no other request of this manager gets from it."""
+        return self._factory.new_id()
 
     def cancel_request(self, request_id: str) -> None:
         """Ends a request by the end of the step in progress, with a terminal output CANCELLED; ignores unknown ids."""

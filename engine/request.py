@@ -12,6 +12,8 @@ from typing import Any, overload
 from engine.errors import InvalidRequest
 
 MAX_SEED = 2**63
+MAX_SEQUENCES = 1024
+"""Of one request; more is a typing error or an attack."""
 
 
 class RequestStatus(IntEnum):
@@ -49,6 +51,7 @@ class SamplingParams:
     max_new_tokens: at most so many tokens; None means up to the length limit of the model.
     eos_token_ids: ids that end the request (and are part of its output); None means the model's, () means none.
     logprobs: also give the log-probability of each token, of the scores it was sampled from.
+    num_return_sequences: how many outputs of the prompt to sample, each with a seed of its own.
     """
 
     temperature: float | None = None
@@ -58,6 +61,7 @@ class SamplingParams:
     max_new_tokens: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     logprobs: bool | None = None
+    num_return_sequences: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, minimum=0.0, maximum=100.0)
@@ -67,6 +71,7 @@ class SamplingParams:
         _check_integer("top_k", self.top_k, minimum=0)
         _check_integer("seed", self.seed, minimum=-MAX_SEED, maximum=MAX_SEED - 1)
         _check_integer("max_new_tokens", self.max_new_tokens, minimum=1)
+        _check_integer("num_return_sequences", self.num_return_sequences, minimum=1, maximum=MAX_SEQUENCES)
         if self.eos_token_ids is not None:
             for token in self.eos_token_ids:
                 _check_integer("eos_token_ids", token, minimum=-1)

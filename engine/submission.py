@@ -13,9 +13,11 @@ from engine.active_request import ActiveRequest
 from engine.config import ResolvedConfig
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.generation_defaults import as_token_ids
-from engine.request import SamplingParams
+from engine.request import MAX_SEED, SamplingParams, WorkloadHints
 
 PROCESSOR_KEYWORDS = ("temperature", "top_k", "top_p")
+SEED_STRIDE = 0x9E3779B97F4A7C15
+"""The golden ratio in 64 bits: seeds of samples of one prompt are as far apart as they can be."""
 
 
 class RequestFactory:
@@ -36,19 +38,31 @@ class RequestFactory:
         self._numbers = count()
 
     def make(
-        self, input_ids: Sequence[int], *, request_id: str | None, sampling: SamplingParams, cache_salt: str | None
+        self,
+        input_ids: Sequence[int],
+        *,
+        request_id: str | None,
+        sampling: SamplingParams,
+        cache_salt: str | None = None,
+        hints: WorkloadHints | None = None,
     ) -> ActiveRequest:
-        """Gives a request with nothing left open. Raises InvalidRequest and its kinds."""
+        """Gives a request, with the children that sample its prompt too. Raises InvalidRequest and its kinds."""
         prompt_ids = self._checked_ids(input_ids)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidRequest(f"cache_salt is {cache_salt!r}; it must be a string", param="cache_salt")
-        return ActiveRequest(
+        hints = hints or WorkloadHints()
+        parent = ActiveRequest(
             request_id=self._checked_id(request_id),
             prompt_ids=prompt_ids,
             sampling=self._filled(sampling, len(prompt_ids)),
             created_time=perf_counter(),
             cache_salt=cache_salt,
+            tenant=hints.tenant,
+            priority=hints.priority,
         )
+        names = sequence_ids(parent.request_id, parent.sampling.num_return_sequences or 1)
+        parent.children = [_child(parent, index, name) for index, name in enumerate(names[:-1])]
+        return parent
 
     def merge(
         self,
@@ -91,9 +105,13 @@ class RequestFactory:
                 )
         return values
 
+    def new_id(self) -> str:
+        """Gives the next id for a request that brings none."""
+        return f"req_{next(self._numbers)}"
+
     def _checked_id(self, request_id: str | None) -> str:
         if request_id is None:
-            return f"req_{next(self._numbers)}"
+            return self.new_id()
         if not isinstance(request_id, str) or not request_id:
             raise InvalidRequest(f"request_id is {request_id!r}; it must be a non-empty string", param="request_id")
         return request_id
@@ -123,6 +141,26 @@ class RequestFactory:
             seed = self._seeds.getrandbits(63)
         here = SamplingParams(max_new_tokens=max_new_tokens or room, seed=seed, logprobs=self._config.return_logprobs)
         return given.filled_from(here).filled_from(self._defaults)
+
+
+def sequence_ids(request_id: str, num_sequences: int) -> list[str]:
+    """Gives the ids of all outputs of a request, its own last."""
+    return [*(f"{request_id}__child#{index}" for index in range(num_sequences - 1)), request_id]
+
+
+def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
+    assert parent.sampling.seed is not None
+    seed = (parent.sampling.seed + (index + 1) * SEED_STRIDE) % MAX_SEED
+    return ActiveRequest(
+        request_id=request_id,
+        prompt_ids=parent.prompt_ids,
+        sampling=replace(parent.sampling, seed=seed),
+        created_time=parent.created_time,
+        cache_salt=parent.cache_salt,
+        tenant=parent.tenant,
+        priority=parent.priority,
+        parent_id=parent.request_id,
+    )
 
 
 def _as_token_id(value: object, index: int) -> int:

@@ -27,9 +27,11 @@ def run_greedy(runner: ModelRunner, prompt: list[int], block_ids: list[int]) -> 
     request = ActiveRequest("a", prompt, GREEDY, created_time=0.0)
     start = 0
     while len(request.output_ids) < 8:
-        plan = StepPlan([PlannedRow(request, start, request.token_ids[start:], block_ids, samples=True)])
+        plan = StepPlan([PlannedRow(request, start, request.token_ids[start:], [block_ids], samples=True)])
         start = request.num_tokens
-        token = runner.run(plan)["a"].token
+        sampled = runner.run(plan)["a"]
+        assert sampled.error is None
+        token = sampled.token
         request.token_ids.append(token)
         request.output_ids.append(token)
     return request.output_ids
@@ -92,7 +94,9 @@ class _NoAttention(torch.nn.Module):
 
 def test_a_read_takes_whole_chunks_in_the_order_named() -> None:
     model = tiny_model("llama")
-    cache = KVCache(probe_layers(model), num_blocks=2, page_size=64, dtype=torch.float32, device=torch.device("cpu"))
+    layers = probe_layers(model)
+    config = resolve_config(ContinuousBatchingConfig(page_size=64, num_blocks=2), model, layers)
+    cache = KVCache(layers, config, dtype=torch.float32, device=torch.device("cpu"))
     assert (cache.chunk_tokens, cache.chunks_per_block) == (32, 2)
     keys_HTD = torch.randn(2, 40, 16)
     cache.write(0, keys_HTD, keys_HTD * 2, torch.arange(64, 104))
