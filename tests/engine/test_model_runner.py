@@ -25,9 +25,10 @@ def one_thread() -> Iterator[None]:
 
 def run_greedy(runner: ModelRunner, prompt: list[int], block_ids: list[int]) -> list[int]:
     request = ActiveRequest("a", prompt, GREEDY, created_time=0.0)
+    tables = [block_ids] * len(runner._config.windows)
     start = 0
     while len(request.output_ids) < 8:
-        plan = StepPlan([PlannedRow(request, start, request.token_ids[start:], [block_ids], samples=True)])
+        plan = StepPlan([PlannedRow(request, start, request.token_ids[start:], tables, samples=True)])
         start = request.num_tokens
         sampled = runner.run(plan)["a"]
         assert sampled.error is None
