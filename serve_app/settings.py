@@ -203,6 +203,11 @@ def parse_settings(values: Mapping[str, Any]) -> AppSettings:
         raise ValueError("settings: " + "; ".join(problems)) from None
 
 
+def inherited_environment(*, defaults: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """Gives a child's environment: this process's, with `defaults` where it has nothing, and with `added`."""
+    return {**defaults, **os.environ, **added}
+
+
 def available_cores() -> int:
     """Gives the whole cores this process may use: its affinity, cut by a container's quota; at least one."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
