@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from engine import (
@@ -104,6 +105,10 @@ class FleetWeights:
         if in_flight not in IN_FLIGHT_CHOICES:
             raise InvalidRequest(
                 f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}", "in_flight"
+            )
+        if not PurePath(source.path).is_absolute():
+            raise InvalidRequest(
+                f"path is {source.path!r}; it must be absolute, as replicas run in other folders", "path"
             )
         if self._swap_id is not None:
             self._recorder.count("pitstop_swaps_total", "conflict")

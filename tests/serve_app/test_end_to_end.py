@@ -69,11 +69,8 @@ def settings(folders: dict[str, str]) -> AppSettings:
 
 @pytest.fixture(scope="module")
 def url(settings: AppSettings) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PITSTOP_ADMIN_KEY", ADMIN_KEY)
-        patch.setenv("RAY_SERVE_LOG_TO_STDERR", "0")
-        with running_app(settings) as root:
-            yield root
+    with running_app(settings) as root:
+        yield root
 
 
 @pytest.fixture
