@@ -94,7 +94,10 @@ def as_token_ids(eos: int | list[int] | tuple[int, ...] | None) -> tuple[int, ..
     """Gives the ids of `eos_token_id` in any form transformers accepts; -1 is its way to say none."""
     if eos is None:
         return ()
-    ids = (eos,) if isinstance(eos, int) else tuple(eos)
+    try:
+        ids = (eos,) if isinstance(eos, int) else tuple(eos)
+    except TypeError:
+        raise InvalidRequest(f"eos_token_id is {eos!r}; it must be an id or a list of ids", "eos_token_id") from None
     return tuple(token for token in ids if token != -1)
 
 

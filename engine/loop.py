@@ -120,7 +120,7 @@ class GenerationLoop:
         return replace(
             self._stats,
             num_waiting=self.num_waiting,
-            is_paused=self._is_parked,
+            is_paused=self._is_parked and self._num_pauses > 0,
             is_alive=self._is_running and self.fatal_error is None,
         )
 

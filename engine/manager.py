@@ -254,9 +254,11 @@ class ContinuousBatchingManager:
         try:
             yield
         finally:
-            if weights_changed:
-                self._change_version(None, in_flight="keep")
-            self._leave_pause()
+            try:
+                if weights_changed:
+                    self._change_version(None, in_flight="keep")
+            finally:
+                self._leave_pause()
 
     paused = pause
 

@@ -58,12 +58,15 @@ class RequestFactory:
         keywords: dict[str, Any],
     ) -> SamplingParams:
         """Gives one set of parameters from the three ways to give them; the same one twice is refused."""
+        if sampling is None:
+            sampling = SamplingParams()
+        elif not isinstance(sampling, SamplingParams):
+            raise InvalidRequest(f"sampling is a {type(sampling).__name__}; it must be SamplingParams", "sampling")
         extra = self._checked_keywords(keywords)
         if max_new_tokens is not None:
             extra["max_new_tokens"] = max_new_tokens
         if eos_token_id is not None:
             extra["eos_token_ids"] = as_token_ids(eos_token_id)
-        sampling = sampling or SamplingParams()
         for name in extra:
             if getattr(sampling, name) is not None:
                 raise InvalidRequest(f"{name} is given twice, in sampling and beside it; give it once", param=name)
@@ -73,7 +76,9 @@ class RequestFactory:
         try:
             values = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
         except TypeError:
-            raise InvalidRequest(f"input_ids is a {type(input_ids).__name__}; it must be a list of ids") from None
+            raise InvalidRequest(
+                f"input_ids is a {type(input_ids).__name__}; it must be a list of ids", "input_ids"
+            ) from None
         if not isinstance(values, list) or not values:
             raise InvalidRequest("the prompt is empty; it must hold at least one token id", param="input_ids")
         vocab_size = self._config.vocab_size

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from serve_app.messages import FleetStatus, WeightSource
+from serve_app.messages import WeightSource
 from serve_app.protocol.errors import AdminDisabled, Unauthorized
 from serve_app.protocol.parsing import parse_body
 from serve_app.protocol.requests import SwapBody
@@ -48,19 +48,10 @@ def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
     @routes.get("/admin/weights")
     async def status(request: Request) -> JSONResponse:
         key.check(request)
-        return JSONResponse(_shown(await fleet.status()))
+        status = await fleet.status()
+        return JSONResponse({"version": status.committed.version} | asdict(status))
 
     return routes
-
-
-def _shown(status: FleetStatus) -> dict[str, object]:
-    source = status.committed.source
-    return {
-        "version": status.committed.version,
-        "source": None if source is None else asdict(source),
-        "swap_in_progress": status.swap_in_progress,
-        "replicas": [asdict(report) for report in status.replicas],
-    }
 
 
 def _digest(key: str) -> bytes:

@@ -1,6 +1,5 @@
 """Router: the ingress deployment. HTTP and the Python handle, both on one generation service."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,17 +35,16 @@ class Router:
     They trust the cluster: no key is asked for.
     """
 
-    async def __init__(
-        self, settings: AppSettings, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]
-    ) -> None:
+    def __init__(self, settings: AppSettings, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]) -> None:
         self._settings = settings
         self._admin_key = AdminKey(settings.admin_key())
         self._recorder = Recorder(ROUTER_METRICS)
         self._fleet = Fleet(settings, engine=engine, controller=controller)
-        tokenizer = await asyncio.to_thread(_load_tokenizer, settings)
+        tokenizer = Tokenizer.load(resolve_model(settings.model), trust_remote_code=settings.trust_remote_code)
         self._service = GenerationService(settings, tokenizer=tokenizer, fleet=self._fleet)
 
-    def __serve_build_asgi_app__(self) -> FastAPI:  # noqa: N807  Ray Serve's name
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Gives the HTTP side; Ray Serve calls this in the replica, after the constructor."""
         routers = [
             openai_routes(self._service, self._settings),
             ops_routes(self._fleet, self._recorder),
@@ -60,7 +58,7 @@ class Router:
         sampling: SamplingParams | None = None,
         hints: WorkloadHints | None = None,
         *,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
@@ -73,7 +71,7 @@ class Router:
             prompt_ids=await self._service.prompt_ids(prompt),
             sampling=sampling or SamplingParams(),
             hints=hints or WorkloadHints(),
-            stop_strings=tuple(stop),
+            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
             cache_salt=cache_salt,
         )
         generation = await self._service.open(ask)
@@ -84,7 +82,7 @@ class Router:
         finally:
             generation.close()
 
-    async def swap_weights(self, path: str, in_flight: str = "keep", cast: bool = False) -> SwapResult:  # noqa: FBT001, FBT002
+    async def swap_weights(self, path: str, in_flight: str = "keep", cast: bool = False) -> SwapResult:
         """Replaces the weights of the whole fleet by those in a folder; raises WeightsError when the old ones stay."""
         return await self._fleet.swap(WeightSource(path), in_flight=in_flight, cast=cast)
 
@@ -115,7 +113,3 @@ async def _token_events(generation: Generation, prompt_ids: list[int]) -> AsyncG
             prompt_ids=prompt_ids if num_tokens == 0 else [],
         )
         num_tokens = end
-
-
-def _load_tokenizer(settings: AppSettings) -> Tokenizer:
-    return Tokenizer.load(resolve_model(settings.model), trust_remote_code=settings.trust_remote_code)

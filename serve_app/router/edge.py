@@ -1,14 +1,11 @@
-"""The edge of HTTP: bodies with a limit, clients that go away, streams that end their request, ids and numbers."""
+"""The edge of HTTP: bodies with a limit, clients that go away, streams that end their request, and their numbers."""
 
 import asyncio
-import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,9 +15,8 @@ from serve_app.protocol.errors import BodyTooLarge
 
 T = TypeVar("T")
 
-REQUEST_ID_HEADER = "x-request-id"
-REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-"""What is taken over from a client: it goes into a header and into logs."""
+MAX_LENGTH_DIGITS = 19
+"""Of a content-length that is believed; a longer one is no length, and what is sent is counted all the same."""
 OTHER_ROUTE = "other"
 """The label of every path that is not ours, so that scanners do not grow the metrics."""
 
@@ -28,7 +24,7 @@ OTHER_ROUTE = "other"
 async def read_body(request: Request, *, limit_bytes: int) -> bytes:
     """Gives the body; raises BodyTooLarge as soon as it is known to be over the limit."""
     declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
+    size = int(declared) if declared.isdecimal() and len(declared) < MAX_LENGTH_DIGITS else 0
     body = bytearray()
     if size <= limit_bytes:
         async for chunk in request.stream():
@@ -75,8 +71,11 @@ class EventStream(StreamingResponse):
             self._on_close()
 
 
-class RequestEdge:
-    """ASGI middleware: gives every request an id, the client's where it sent one, and counts it."""
+class RequestMeter:
+    """ASGI middleware that counts requests.
+
+    `x-request-id` needs none: Serve's own takes the client's or makes one, and sends it back.
+    """
 
     def __init__(self, app: ASGIApp, *, recorder: Recorder, routes: frozenset[str]) -> None:
         self._app = app
@@ -88,29 +87,24 @@ class RequestEdge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
-        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         # An answer that never started is a client that left, which proxies log as 499.
         status = 499
 
-        async def send_with_id(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
         started_at = time.perf_counter()
         self._change_in_flight(1)
         try:
-            await self._app(scope, receive, send_with_id)
+            await self._app(scope, receive, send_noting_status)
         finally:
             self._change_in_flight(-1)
             route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
             self._recorder.count("pitstop_http_requests_total", route, str(status))
-            self._recorder.observe(
-                "pitstop_http_request_seconds", route, value=time.perf_counter() - started_at
-            )
+            self._recorder.observe("pitstop_http_request_seconds", route, value=time.perf_counter() - started_at)
 
     def _change_in_flight(self, change: int) -> None:
         self._num_in_flight += change

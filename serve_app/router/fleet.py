@@ -34,9 +34,10 @@ class Fleet:
     def __init__(
         self, settings: AppSettings, *, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]
     ) -> None:
-        self._engine = engine
-        self._stream_engine = engine.options(stream=True)
-        self._controller = controller
+        # The methods of a handle are made at run time, so types end here and begin again at what each call returns.
+        self._engine: Any = engine
+        self._stream_engine: Any = engine.options(stream=True)
+        self._controller: Any = controller
         self._request_timeout_s = settings.limits.request_timeout_s
         self._swap_timeout_s = settings.weights.stage_timeout_s + settings.weights.commit_timeout_s + SWAP_MARGIN_S
         self._limits: ModelLimits | None = None
@@ -72,9 +73,7 @@ class Fleet:
 
     async def committed(self) -> CommittedWeights:
         """Gives what every replica has to serve."""
-        return await call(
-            self._controller.committed.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller"
-        )
+        return await call(self._controller.committed.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller")
 
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""

@@ -30,12 +30,14 @@ class Generation:
         self.answer = answer
         self.latest_event: TokenEvent | None = None
 
-    async def prime(self, admission: Admission, *, probe: Callable[[], Awaitable[object]]) -> None:
+    async def prime(
+        self, admission: Admission, *, probe: Callable[[], Awaitable[object]], probe_after_s: float = PROBE_AFTER_S
+    ) -> None:
         """Waits for the first event; raises QueueFull, what `probe` raises, and the refusals of the engine."""
         with admission.place():
             first = asyncio.ensure_future(anext(self._events))
             try:
-                while not (await asyncio.wait({first}, timeout=PROBE_AFTER_S))[0]:
+                while not (await asyncio.wait({first}, timeout=probe_after_s))[0]:
                     await probe()
                 self._first = first.result()
             finally:

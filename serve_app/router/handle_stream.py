@@ -58,7 +58,7 @@ class HandleStream:
     def close(self) -> None:
         if not self._is_over:
             self._is_over = True
-            self._stream.cancel()
+            self._stream.cancel()  # type: ignore[no-untyped-call]
 
 
 async def call(response: DeploymentResponse[T], *, timeout_s: float, whom: str) -> T:
@@ -69,7 +69,7 @@ async def call(response: DeploymentResponse[T], *, timeout_s: float, whom: str) 
             return await response
     except Exception as error:
         if clock.expired():
-            response.cancel()
+            response.cancel()  # type: ignore[no-untyped-call]
             raise NoReplica(f"{whom} did not answer in {timeout_s:g} s") from None
         raise to_pitstop_error(error) from error
 

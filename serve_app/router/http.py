@@ -5,14 +5,14 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 
 from engine import PitstopError, QueueFull
 from serve_app.metrics import Recorder
 from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, ErrorBody, ErrorDetail, Unauthorized, error_body, rule_of
 from serve_app.router.admission import Admission
-from serve_app.router.edge import RequestEdge
+from serve_app.router.edge import RequestMeter
 
 logger = logging.getLogger("ray.serve.pitstop")
 
@@ -23,10 +23,10 @@ def build_http(routers: Sequence[APIRouter], *, recorder: Recorder, admission: A
     for router in routers:
         app.include_router(router)
     paths = frozenset(str(getattr(route, "path", "")) for router in routers for route in router.routes)
-    app.add_middleware(RequestEdge, recorder=recorder, routes=paths)
+    app.add_middleware(RequestMeter, recorder=recorder, routes=paths)
 
     @app.exception_handler(PitstopError)
-    async def answer_error(request: Request, error: PitstopError) -> Response:
+    async def answer_error(_: Request, error: PitstopError) -> Response:
         headers = {"retry-after": str(admission.retry_after_s())} if isinstance(error, QueueFull) else {}
         if isinstance(error, Unauthorized):
             headers["www-authenticate"] = "Bearer"
@@ -39,7 +39,7 @@ def build_http(routers: Sequence[APIRouter], *, recorder: Recorder, admission: A
         return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(ClientDisconnect)
-    async def answer_nobody(request: Request, error: ClientDisconnect) -> Response:
+    async def answer_nobody(_request: Request, _error: ClientDisconnect) -> Response:
         return Response(status_code=499)
 
     @app.exception_handler(Exception)

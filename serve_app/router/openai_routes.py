@@ -111,7 +111,8 @@ async def _events(generation: Generation, style: AnswerFormat, body: GenerationR
         yield DONE
     except PitstopError as error:
         yield _event(error_body(error))
-    except Exception:  # noqa: BLE001  the headers are gone, so no handler could still tell the client
+    except Exception:
+        # The headers are gone, so no handler could tell the client any more.
         logger.exception("event=unexpected_error")
         yield _event(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)))
 
@@ -148,7 +149,10 @@ def _parameters_named(*, prompt: str) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        error.param = names.get(error.param or "", error.param)
+        name = names.get(error.param or "")
+        if name is not None:
+            error.args = (str(error).replace(str(error.param), name, 1),)
+            error.param = name
         raise
 
 

@@ -4,10 +4,12 @@ import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any
 
 from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.messages import GenerateRequest
-from serve_app.protocol.parsing import validate
+from serve_app.protocol.parsing import shorten, validate
 from serve_app.protocol.requests import Conversation, Message
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer
@@ -25,13 +27,24 @@ Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt and how it is to be answered, already in tokens."""
+    """One prompt and how it is to be answered, already in tokens. Raises InvalidRequest for what is none."""
 
     prompt_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     hints: WorkloadHints = field(default_factory=WorkloadHints)
     stop_strings: tuple[str, ...] = ()
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise InvalidRequest("the prompt is empty; it must hold at least one token", "prompt")
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest(f"sampling is {shorten(self.sampling)}; it must be SamplingParams", "sampling")
+        if not isinstance(self.hints, WorkloadHints):
+            raise InvalidRequest(f"hints is {shorten(self.hints)}; it must be WorkloadHints", "hints")
+        # An empty stop string would end every answer before it begins.
+        if not all(isinstance(stop, str) and stop for stop in self.stop_strings):
+            raise InvalidRequest(f"stop is {shorten(self.stop_strings)}; it must hold non-empty strings", "stop")
 
 
 class GenerationService:
@@ -48,15 +61,13 @@ class GenerationService:
 
         There is no await once the stream is open, so a caller cannot be cancelled between opening and owning it.
         """
-        if not ask.prompt_ids:
-            raise InvalidRequest("the prompt is empty; it must hold at least one token", "prompt")
         limits = await self.fleet.limits()
         wanted = ask.sampling.max_new_tokens
         num_prompt_tokens = len(ask.prompt_ids)
         if num_prompt_tokens + (wanted or 1) > limits.max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and {wanted or 1} new ones are asked for; together they may be "
-                f"{limits.max_model_len} at most",
+                f"the prompt has {num_prompt_tokens} tokens and {wanted or 1} new ones are asked for; "
+                f"together they may be {limits.max_model_len} at most",
                 "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
             )
         request = GenerateRequest(
@@ -82,9 +93,13 @@ class GenerationService:
         """Gives the ids of a prompt in any of its forms; raises InvalidRequest for what is none of them."""
         if isinstance(prompt, str):
             return await self.text_ids(prompt)
-        if all(isinstance(token, int) for token in prompt):
-            return [int(token) for token in prompt if isinstance(token, int)]
-        return await self.chat_ids(validate(Conversation, {"messages": list(prompt)}).messages)
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(f"the prompt is {shorten(prompt)}; it must be text, token ids or messages", "prompt")
+        # What came over a handle may be anything, whatever its type says; integers may be those of numpy.
+        items: list[Any] = list(prompt)
+        if all(isinstance(item, Integral) for item in items):
+            return [int(item) for item in items]
+        return await self.chat_ids(validate(Conversation, {"messages": items}).messages)
 
     async def text_ids(self, text: str) -> list[int]:
         """Gives the ids of a text, with the special tokens the model begins with."""

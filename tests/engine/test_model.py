@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import REFUSED, SUPPORTED, VOCAB_SIZE, tiny_model
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from engine.errors import UnsupportedModel, WeightsInvalid, WeightsSourceError
 from engine.model import check_supported, describe, load_model
-from tests.engine.tiny_models import REFUSED, SUPPORTED, VOCAB_SIZE, tiny_model
 
 OBJECTIONS = {
     "bloom": "attention interface",

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import SUPPORTED, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import WeightsError, WeightsInvalid, WeightsSourceError
 from engine.weights import StagedWeights, stage_weights
 from engine.weights.folder import open_folder
-from tests.engine.tiny_models import SUPPORTED, tiny_model
 
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 SINGLE = "model.safetensors"

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from packaged_model import CHAT_TEMPLATE, make_packaged_model
+from tests.serve_app.packaged_model import CHAT_TEMPLATE, make_packaged_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from serve_app.model_store import (
