@@ -44,6 +44,7 @@ RECOVERY_TIMEOUT_S = 10.0
 """For the reports of running replicas after a restart; ten heartbeats."""
 MISSING_PATIENCE = 3
 """Times `forget_after_s`: long enough for Ray to reach a new replica, and for a lost one to be forgotten."""
+SWAP_OUTCOMES = ("committed", "refused", "conflict")
 REPLICA_STATES = ("loading", "ready", "staging", "staged", "paused", "lagging", "unhealthy")
 
 CallAll = Callable[..., Awaitable[list[Any]]]
@@ -71,6 +72,9 @@ class FleetWeights:
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
         self._recorder = Recorder(CONTROLLER_METRICS)
+        for outcome in SWAP_OUTCOMES:
+            # From zero, so that the first swap is a rise.
+            self._recorder.count("pitstop_swaps_total", outcome, amount=0)
 
     async def committed(self) -> CommittedWeights:
         """Gives what every replica has to serve; after a restart only once the replicas were heard."""

@@ -160,9 +160,10 @@ class EngineReplica:
 
     def __del__(self) -> None:
         """Ends the engine; Serve calls it after the streams have ended or their time is up."""
-        manager = getattr(self, "_manager", None)
-        if manager is not None:
-            self._heartbeat_task.cancel()
+        # Also called where the constructor has failed half-way.
+        if (heartbeat := getattr(self, "_heartbeat_task", None)) is not None:
+            heartbeat.cancel()
+        if (manager := getattr(self, "_manager", None)) is not None:
             manager.stop(block=True, timeout=STOP_TIMEOUT_S, hard_stop=True)
 
     # Inside
