@@ -23,6 +23,8 @@ class TokenEvent:
     token_ids may be empty in the last event, which alone has a finish_reason (stop, length, cancelled or failed).
     logprobs is aligned with token_ids where asked for, else empty. weight_versions covers token_ids: spans whose
     positions count from the start of the request's output.
+    text and prompt_ids are the router's: what is new as text, which lags behind the tokens by unfinished characters and
+    possible stop strings, and in the first event the ids of the prompt.
     """
 
     request_id: str
@@ -33,6 +35,8 @@ class TokenEvent:
     error: str | None = None
     num_cached_tokens: int = 0
     replica_id: str = ""
+    text: str = ""
+    prompt_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,8 @@ class SwapResult:
     paused_s: float
     total_s: float
     swap_id: str = ""
+    lagging: list[str] = field(default_factory=list)
+    """Replicas that have not confirmed the version yet: out of routing until they have caught up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,10 @@ class CommittedWeights:
     version: int
     source: WeightSource | None = None
     cast: bool = False
+    swap_id: str | None = None
+    """The swap that brought this version; None where it is not known any more."""
+    swap_in_progress: str | None = None
+    """The swap whose staged weights are still wanted; a replica drops those of any other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What clients send and get over HTTP: OpenAI's request, answer, chunk and error shapes. Knows nothing of Ray."""

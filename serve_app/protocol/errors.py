@@ -1,0 +1,126 @@
+"""The errors of the HTTP edge, and the one table from any error of the project to HTTP.
+
+PitstopError                        engine.errors draws the engine's part of the tree
+├── Unauthorized                    the key is missing or wrong
+├── AdminDisabled                   no admin key is configured
+├── UnknownModel                    another model is asked for than the one served
+├── BodyTooLarge                    the body is over `limits.max_body_bytes`
+├── NoReplica                       no engine replica answers
+├── ReplicaLost                     the replica died while it answered
+├── GenerationFailed                the engine gave this one request up
+└── DeadlineExceeded                the request took longer than `limits.request_timeout_s`
+"""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel
+
+from engine import (
+    ContextLengthExceeded,
+    DuplicateRequest,
+    EngineDead,
+    EngineStopped,
+    InvalidRequest,
+    PitstopError,
+    QueueFull,
+    SwapConflict,
+    UnsupportedModel,
+    WeightsError,
+    WeightsInvalid,
+    WeightsSourceError,
+)
+
+
+class Unauthorized(PitstopError):
+    """The bearer key is missing or wrong."""
+
+
+class AdminDisabled(PitstopError):
+    """Admin routes answer nobody while no admin key is configured."""
+
+
+class UnknownModel(PitstopError):
+    """The request names a model that is not served here."""
+
+
+class BodyTooLarge(PitstopError):
+    """The body of the request is over the limit."""
+
+
+class NoReplica(PitstopError):
+    """No engine replica answers; the message says what was waited for."""
+
+
+class ReplicaLost(PitstopError):
+    """The replica went away before the answer was complete."""
+
+
+class GenerationFailed(PitstopError):
+    """The engine gave up this one request; the message says why."""
+
+
+class DeadlineExceeded(PitstopError):
+    """The request was cancelled because it took too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRule:
+    """How one class of errors looks over HTTP. type and code are the fields of OpenAI's error object."""
+
+    status: int
+    type: str
+    code: str
+
+
+ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
+    PitstopError: ErrorRule(500, "server_error", "internal_error"),
+    InvalidRequest: ErrorRule(400, "invalid_request_error", "invalid_request"),
+    ContextLengthExceeded: ErrorRule(400, "invalid_request_error", "context_length_exceeded"),
+    DuplicateRequest: ErrorRule(409, "invalid_request_error", "duplicate_request"),
+    QueueFull: ErrorRule(429, "overloaded_error", "queue_full"),
+    EngineStopped: ErrorRule(503, "server_error", "engine_stopped"),
+    EngineDead: ErrorRule(503, "server_error", "engine_dead"),
+    UnsupportedModel: ErrorRule(500, "server_error", "unsupported_model"),
+    WeightsError: ErrorRule(500, "server_error", "weights_error"),
+    WeightsSourceError: ErrorRule(400, "invalid_request_error", "weights_source_error"),
+    WeightsInvalid: ErrorRule(400, "invalid_request_error", "weights_invalid"),
+    SwapConflict: ErrorRule(409, "invalid_request_error", "swap_conflict"),
+    Unauthorized: ErrorRule(401, "authentication_error", "invalid_api_key"),
+    AdminDisabled: ErrorRule(403, "permission_error", "admin_disabled"),
+    UnknownModel: ErrorRule(404, "invalid_request_error", "model_not_found"),
+    BodyTooLarge: ErrorRule(413, "invalid_request_error", "body_too_large"),
+    NoReplica: ErrorRule(503, "server_error", "no_replica"),
+    ReplicaLost: ErrorRule(503, "server_error", "replica_lost"),
+    GenerationFailed: ErrorRule(500, "server_error", "generation_failed"),
+    DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
+}
+
+INTERNAL_ERROR_MESSAGE = "internal error; the log of the router has the details"
+"""What a client sees of an error nobody expected: its text may hold what a client must not see."""
+
+
+class ErrorDetail(BaseModel):
+    """OpenAI's error object. param names the offending field, or the offending tensor of refused weights."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success, and the data of an SSE error event."""
+
+    error: ErrorDetail
+
+
+def rule_of(error: PitstopError) -> ErrorRule:
+    """Gives the rule of the nearest class of the table."""
+    return next(ERROR_RULES[cls] for cls in type(error).__mro__ if cls in ERROR_RULES)
+
+
+def error_body(error: PitstopError) -> ErrorBody:
+    """Gives OpenAI's shape of an error."""
+    rule = rule_of(error)
+    param = getattr(error, "param", None) or getattr(error, "tensor", None)
+    return ErrorBody(error=ErrorDetail(message=str(error), type=rule.type, param=param, code=rule.code))

@@ -1,0 +1,97 @@
+"""Parameters that clients send at a value which asks for nothing.
+
+They are accepted at that value and refused by name at any other, so that an official client works unchanged and
+nothing it asks for is dropped silently.
+"""
+
+from typing import Any
+
+from engine import InvalidRequest
+from serve_app.protocol.parsing import shorten
+
+SHARED: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "stop_token_ids": ([],),
+    "bad_words": ([],),
+    "use_beam_search": (False,),
+    "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "response_format": ({"type": "text"},),
+    "prompt_logprobs": (),
+    "allowed_token_ids": (),
+    "truncate_prompt_tokens": (),
+    "structured_outputs": (),
+    "priority": (0,),
+}
+
+CHAT: dict[str, tuple[object, ...]] = SHARED | {
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "store": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "service_tier": ("auto", "default"),
+    "web_search_options": (),
+    "prompt_cache_key": (),
+    "safety_identifier": (),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+}
+
+COMPLETIONS: dict[str, tuple[object, ...]] = SHARED | {"echo": (False,), "suffix": ("",)}
+
+ASSISTANT_MESSAGE: dict[str, tuple[object, ...]] = {
+    "refusal": (),
+    "tool_calls": ([],),
+    "function_call": (),
+    "audio": (),
+    "annotations": ([],),
+    "reasoning_content": (),
+    "name": (),
+}
+"""What clients send back of an answer they got."""
+
+MESSAGE: dict[str, tuple[object, ...]] = {"name": ()}
+
+
+def drop_neutral(values: Any, table: dict[str, tuple[object, ...]]) -> Any:
+    """Gives `values` without the table's parameters; raises InvalidRequest where one asks for something.
+
+    null is neutral for every one of them. What is not a dict is given back: its type is refused elsewhere.
+    """
+    if not isinstance(values, dict):
+        return values
+    for name in table.keys() & values.keys():
+        if not any(_is_same(values[name], neutral) for neutral in (None, *table[name])):
+            raise InvalidRequest(_refusal(name, values[name], table[name]), name)
+    return {name: value for name, value in values.items() if name not in table}
+
+
+def _refusal(name: str, value: object, neutral: tuple[object, ...]) -> str:
+    if not neutral:
+        return f"{name} is {shorten(value)}; it is not supported, leave it out"
+    return f"{name} is {shorten(value)}; only {' or '.join(map(repr, neutral))} is supported"
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    return value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

@@ -1,0 +1,233 @@
+"""The bodies of `/v1/chat/completions`, `/v1/completions` and `/admin/weights`.
+
+Every field is honoured; what cannot be is refused by name (see `neutral`). Numbers keep their JSON type: "0.5" is not
+a temperature.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from engine import InvalidRequest, SamplingParams, WorkloadHints
+from serve_app.protocol import neutral
+from serve_app.protocol.parsing import shorten
+
+MAX_STOP_STRINGS = 4
+"""OpenAI's limit."""
+MAX_STOP_LENGTH = 256
+"""Characters. The end of the text is compared with every stop string at each token."""
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
+MAX_LABEL_LENGTH = 1024
+"""Characters of user, session_id and cache_salt, which are kept for as long as a request lives."""
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _one_prompt(value: Any) -> Any:
+    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
+        if len(value) > 1:
+            raise InvalidRequest(f"holds {len(value)} prompts; send one in each request")
+        value = value[0]
+    if not isinstance(value, str) and not (isinstance(value, list) and all(type(token) is int for token in value)):
+        raise InvalidRequest(f"is {shorten(value)}; it must be text, a list of token ids, or a list of one of these")
+    if not value:
+        raise InvalidRequest("is empty; it must hold at least one token")
+    return value
+
+
+SIGNED_64 = Field(ge=-(2**63), lt=2**63)
+Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_LENGTH)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)]
+Prompt = Annotated[str | list[int], BeforeValidator(_one_prompt)]
+
+
+class RequestModel(BaseModel):
+    """A body or a part of one: unknown names and other JSON types are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class TextPart(RequestModel):
+    """A piece of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(RequestModel):
+    """One turn of a chat. Text parts are joined by line breaks."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        is_answer = isinstance(values, dict) and values.get("role") == "assistant"
+        return neutral.drop_neutral(values, neutral.ASSISTANT_MESSAGE if is_answer else neutral.MESSAGE)
+
+    def for_template(self) -> dict[str, str]:
+        """Gives the message as chat templates take it."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": self.role, "content": text}
+
+
+Messages = Annotated[list[Message], Field(min_length=1)]
+
+
+class Conversation(RequestModel):
+    """A chat as the Python handle takes it: its messages alone."""
+
+    messages: Messages
+
+
+class StreamOptions(RequestModel):
+    """What a stream carries besides its deltas."""
+
+    include_usage: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        return neutral.drop_neutral(values, {"include_obfuscation": (False,), "continuous_usage_stats": (False,)})
+
+
+class GenerationRequest(RequestModel, ABC):
+    """What chat and completions have in common. null means the default, as clients expect.
+
+    Extensions: top_k (0 or -1 keeps all), ignore_eos, return_token_ids, cache_salt, session_id. user is the tenant.
+    """
+
+    model: str
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    seed: Annotated[int, SIGNED_64] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: StopStrings | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Label | None = None
+    session_id: Label | None = None
+    user: Label | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is only allowed together with stream=true", "stream_options")
+        return self
+
+    @property
+    @abstractmethod
+    def wants_logprobs(self) -> bool:
+        """True where the log-probability of each token is asked for."""
+
+    @property
+    @abstractmethod
+    def max_new_tokens(self) -> int | None:
+        """None goes on up to the model's length."""
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def sampling(self) -> SamplingParams:
+        """Gives how tokens are to be chosen: OpenAI's defaults, not those of the model's own generation config."""
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+            eos_token_ids=() if self.ignore_eos else None,
+            logprobs=self.wants_logprobs,
+        )
+
+    def hints(self) -> WorkloadHints:
+        """Gives what the body says about the work; the router adds the lengths."""
+        return WorkloadHints(session_id=self.session_id, tenant=self.user)
+
+
+class ChatRequest(GenerationRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Messages
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        return neutral.drop_neutral(values, neutral.CHAT)
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest(
+                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; "
+                "they mean the same, give one",
+                "max_tokens",
+            )
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of `/v1/completions`. prompt is text, ids, or a list of one of these.
+
+    logprobs=0 gives the log-probability of each sampled token; alternatives are not supported.
+    """
+
+    prompt: Prompt
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, values: Any) -> Any:
+        return neutral.drop_neutral(values, neutral.COMPLETIONS)
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        if self.logprobs:
+            raise InvalidRequest(f"logprobs is {self.logprobs}; only 0 (the sampled token) is supported", "logprobs")
+        return self
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+
+
+class SourceBody(RequestModel):
+    """path: a Hugging Face folder of safetensors that every replica can read."""
+
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+
+
+class SwapBody(RequestModel):
+    """The body of `POST /admin/weights`.
+
+    in_flight: what becomes of running requests: keep their cache, recompute it, or abort them.
+    cast: convert tensors of another dtype instead of refusing them.
+    """
+
+    source: SourceBody
+    in_flight: Literal["keep", "recompute", "abort"] = "keep"
+    cast: bool = False

@@ -1,0 +1,174 @@
+"""What `/v1` answers: OpenAI's objects, with ours marked as extensions.
+
+Extensions: `weight_versions` (spans over the choice's tokens; in a stream on the last chunk of the choice), `token_ids`
+and `prompt_token_ids` (where `return_token_ids` is asked for; a stream gives the prompt's in its first chunk).
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+EXTENSIONS = frozenset({"weight_versions", "token_ids", "prompt_token_ids"})
+
+
+class ResponseModel(BaseModel):
+    """Part of an answer. Extensions that hold nothing are left out, OpenAI's own fields are null."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        values: dict[str, object] = handler(self)
+        return {name: value for name, value in values.items() if value is not None or name not in EXTENSIONS}
+
+
+class VersionSpan(BaseModel):
+    """Tokens start to end (exclusive) of the choice were sampled under this version of the weights."""
+
+    version: int
+    start: int
+    end: int
+
+
+class PromptTokensDetails(BaseModel):
+    """cached_tokens: tokens of the prompt that the prefix cache gave."""
+
+    cached_tokens: int = 0
+
+
+class Usage(BaseModel):
+    """Tokens counted, of the prompt and of the answer."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TokenLogprob(BaseModel):
+    """One token of a chat answer. bytes is null for a token that holds only a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[object] = []
+
+
+class ChatLogprobs(BaseModel):
+    """One entry for each token of the choice, or of the chunk."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Four lists of equal length but top_logprobs. text_offset counts characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    text_offset: list[int]
+    top_logprobs: None = None
+
+
+class AssistantMessage(BaseModel):
+    """The answer of a chat."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(ResponseModel):
+    """One answer, complete."""
+
+    index: int = 0
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    weight_versions: list[VersionSpan] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletion(ResponseModel):
+    """What `/v1/chat/completions` answers without `stream`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class Delta(ResponseModel):
+    """What is new in a chat; the role comes in the first chunk only."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        values: dict[str, object] = handler(self)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class ChatChunkChoice(ResponseModel):
+    """What is new in one answer; the finish reason comes in the last chunk only."""
+
+    index: int = 0
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(ResponseModel):
+    """One event of a chat stream; a usage chunk has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(ResponseModel):
+    """Also the choice of a chunk, where finish_reason is null until the last."""
+
+    index: int = 0
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    weight_versions: list[VersionSpan] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(ResponseModel):
+    """Also the chunk of a stream, where usage is null until the last."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(BaseModel):
+    """max_model_len is an extension: tokens of prompt and answer together."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "pitstop"
+    max_model_len: int | None = None
+
+
+class ModelList(BaseModel):
+    """What `GET /v1/models` answers."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

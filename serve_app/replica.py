@@ -1,0 +1,310 @@
+"""EngineReplica: the deployment that owns one model and one persistent generation loop.
+
+Nothing that takes long runs on the event loop: loading, staging and committing are sent to threads, and the engine
+generates in a thread of its own.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+from contextvars import Context
+from dataclasses import replace
+from typing import Any
+
+import torch
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from transformers import PreTrainedModel
+
+from engine import (
+    ContextLengthExceeded,
+    ContinuousBatchingManager,
+    DuplicateRequest,
+    EngineDead,
+    PitstopError,
+    SamplingParams,
+    init_continuous_batching,
+    load_model,
+)
+from serve_app.load_meter import LoadMeter
+from serve_app.messages import (
+    CommittedWeights,
+    GenerateRequest,
+    ReplicaReport,
+    SwapOrder,
+    SwapReply,
+    TokenEvent,
+)
+from serve_app.metrics import REPLICA_METRICS, Recorder, expose_engine
+from serve_app.model_store import resolve_model
+from serve_app.settings import AppSettings
+from serve_app.streams import TokenStream
+from serve_app.weight_follower import WeightFollower
+
+logger = logging.getLogger("ray.serve.pitstop")
+
+CONTROLLER_TIMEOUT_S = 60.0
+"""A replica and the controller start at the same time; this is for the slower machine to start one process."""
+HEARTBEAT_TIMEOUT_S = 15.0
+"""Above the time a restarted controller takes to collect reports before it answers."""
+STOP_TIMEOUT_S = 5.0
+"""For the step in progress; the streams have ended by then or are cut."""
+
+
+@serve.deployment(name="EngineReplica")
+class EngineReplica:
+    """One engine behind Ray Serve. Ready only once it serves the weights that the controller has committed."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it, so that loading does not block the event loop
+        self, settings: AppSettings, controller: DeploymentHandle[Any]
+    ) -> None:
+        self._settings = settings
+        self._controller = controller
+        self._replica_id = serve.get_replica_context().replica_tag
+        self._streams: dict[str, TokenStream] = {}
+        self._recorder = Recorder(REPLICA_METRICS)
+        self._catching_up: asyncio.Task[bool] | None = None
+        self._is_unhealthy = False
+        self._hears_controller = True
+        self._confirmation: asyncio.Task[None] | None = None
+        model, path = await asyncio.to_thread(_load, settings)
+        self._manager = _start_engine(model, settings)
+        self._meter = LoadMeter(settings.autoscaling)
+        self._follower = WeightFollower(self._manager, model, replica_id=self._replica_id, base_path=path)
+        await self._take_committed_weights()
+        self._heartbeat_task = asyncio.get_running_loop().create_task(self._send_heartbeats())
+        logger.info("event=replica_ready replica=%s version=%d", self._replica_id, self._follower.version)
+
+    # Requests
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Gives the tokens of one request as they come; leaving the generator ends the request in the engine.
+
+        Raises InvalidRequest and its kinds, QueueFull, EngineStopped and EngineDead before the first event; whatever
+        fails later is the last event.
+        """
+        await self._confirm_weights()
+        if request.request_id in self._streams:
+            raise DuplicateRequest(f"request {request.request_id} is in flight already", param="request_id")
+        stream = TokenStream(request, replica_id=self._replica_id)
+        self._streams[request.request_id] = stream
+        try:
+            self._submit(request, stream)
+            async for event in self._events(stream):
+                yield event
+        finally:
+            self._streams.pop(request.request_id, None)
+            # Does nothing once the request has ended.
+            self._manager.cancel_request(request.request_id)
+
+    def model_info(self) -> dict[str, int]:
+        """Gives what a router has to know of the model; lengths in tokens."""
+        config = self._manager.config
+        return {
+            "max_model_len": self._max_model_len,
+            "vocab_size": config.vocab_size,
+            "weight_version": self._follower.version,
+        }
+
+    # Weights
+
+    async def stage(self, order: SwapOrder) -> SwapReply:
+        """Reads and verifies new weights beside the serving ones."""
+        return await self._follower.stage(order)
+
+    async def commit(self, order: SwapOrder) -> SwapReply:
+        """Exchanges the serving weights for the staged ones between two steps."""
+        return await self._follower.commit(order)
+
+    async def abort(self, swap_id: str) -> SwapReply:
+        """Drops what was staged for a swap."""
+        return await self._follower.abort(swap_id)
+
+    async def report(self) -> ReplicaReport:
+        """Gives what this replica serves and how busy it is."""
+        stats = self._manager.stats()
+        return ReplicaReport(
+            replica_id=self._replica_id,
+            version=self._follower.version,
+            state="unhealthy" if self._is_unhealthy else self._follower.state,
+            source=self._follower.source,
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            kv_usage=stats.kv_usage,
+        )
+
+    # Numbers
+
+    async def metrics(self) -> str:
+        """Gives this replica's numbers as Prometheus text."""
+        return expose_engine(self._manager.stats(), replica=self._rank) + self._recorder.expose()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Gives Serve the load of this replica for its routers."""
+        load = self._meter.load(self._manager.stats(), self._streams.values())
+        return self._meter.routing_stats(load, is_fenced=self._is_unhealthy or self._follower.is_lagging)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Gives Serve the work of this replica for the autoscaling policy."""
+        load = self._meter.load(self._manager.stats(), self._streams.values())
+        return {"work_s": self._meter.work_s(load), "num_requests": float(len(self._streams))}
+
+    # Life
+
+    async def check_health(self) -> None:
+        """Raises EngineDead when the generation loop or the heartbeat is no more; Serve then replaces the replica."""
+        if self._heartbeat_task.done():
+            raise EngineDead("the heartbeat of this replica has ended")
+        self._manager.check_health()
+
+    def __del__(self) -> None:
+        """Ends the engine; Serve calls it after the streams have ended or their time is up."""
+        # Also called where the constructor has failed half-way.
+        if (heartbeat := getattr(self, "_heartbeat_task", None)) is not None:
+            heartbeat.cancel()
+        if (manager := getattr(self, "_manager", None)) is not None:
+            manager.stop(block=True, timeout=STOP_TIMEOUT_S, hard_stop=True)
+
+    # Inside
+
+    @property
+    def _rank(self) -> str:
+        return str(serve.get_replica_context().rank.rank)
+
+    @property
+    def _max_model_len(self) -> int:
+        return min(
+            self._manager.config.max_model_len, self._settings.max_model_len or self._manager.config.max_model_len
+        )
+
+    def _submit(self, request: GenerateRequest, stream: TokenStream) -> None:
+        sampling = self._limited(request.sampling, len(request.prompt_ids))
+        self._manager.register_result_handler(request.request_id, stream.deliver)
+        try:
+            self._manager.add_request(
+                request.prompt_ids,
+                request.request_id,
+                streaming=True,
+                sampling=sampling,
+                cache_salt=request.cache_salt,
+            )
+        except PitstopError:
+            self._manager.forget_result_handler(request.request_id)
+            raise
+
+    def _limited(self, sampling: SamplingParams, prompt_length: int) -> SamplingParams:
+        """Applies the application's own length limit; the engine knows only the model's and the cache's."""
+        limit = self._settings.max_model_len
+        if limit is None:
+            return sampling
+        wanted = sampling.max_new_tokens or 1
+        if prompt_length + wanted > limit:
+            raise ContextLengthExceeded(
+                f"the prompt has {prompt_length} tokens and {wanted} new ones are asked for, together more than"
+                f" max_model_len, which is {limit}; shorten one of them",
+                param="max_new_tokens" if prompt_length < limit else "input_ids",
+            )
+        return replace(sampling, max_new_tokens=sampling.max_new_tokens or limit - prompt_length)
+
+    async def _events(self, stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
+        has_token = False
+        while True:
+            event = await stream.read()
+            if event.token_ids and not has_token:
+                has_token = True
+                self._observe("pitstop_time_to_first_token_seconds", stream)
+            if event.finish_reason is not None:
+                self._observe("pitstop_generation_seconds", stream)
+            yield event
+            if event.finish_reason is not None:
+                return
+
+    def _observe(self, name: str, stream: TokenStream) -> None:
+        self._recorder.observe(name, self._rank, value=time.perf_counter() - stream.arrived_at)
+
+    async def _take_committed_weights(self) -> None:
+        """Brings a new replica to the committed version; raises when it cannot, so that it never gets ready."""
+        while True:
+            committed = await self._ask(CONTROLLER_TIMEOUT_S)
+            if not self._follower.is_behind(committed):
+                return
+            if not await self._follower.catch_up(committed):
+                raise RuntimeError(f"weight version {committed.version} could not be loaded from {committed.source}")
+
+    async def _confirm_weights(self) -> None:
+        """Lets the first requests wait for one more look: a swap may have ended while the replica was starting."""
+        if self._confirmation is None:
+            self._confirmation = asyncio.get_running_loop().create_task(self._confirm(), context=Context())
+        await asyncio.shield(self._confirmation)
+
+    async def _confirm(self) -> None:
+        try:
+            await self._follower.catch_up(await self._ask(HEARTBEAT_TIMEOUT_S))
+        except Exception:
+            # A controller that is away must not stop a replica that can serve.
+            logger.exception("event=confirm_failed replica=%s", self._replica_id)
+
+    async def _ask(self, timeout_s: float) -> CommittedWeights:
+        answer: CommittedWeights = await asyncio.wait_for(_result(self._controller.committed.remote()), timeout_s)
+        return answer
+
+    async def _send_heartbeats(self) -> None:
+        interval_s = self._settings.weights.heartbeat_interval_s
+        while True:
+            self._check_engine()
+            try:
+                await self._heartbeat()
+                self._hears_controller = True
+            except Exception:
+                # Ray raises many kinds while the controller is away; serving goes on, and the next beat tries again.
+                self._recorder.count("pitstop_heartbeat_failures_total", self._rank)
+                if self._hears_controller:
+                    logger.exception("event=heartbeat_failed replica=%s", self._replica_id)
+                self._hears_controller = False
+            await asyncio.sleep(interval_s)
+
+    async def _heartbeat(self) -> None:
+        staged_swap_id = self._follower.staged_swap_id
+        report = await self.report()
+        committed: CommittedWeights = await asyncio.wait_for(
+            _result(self._controller.heartbeat.remote(report)), HEARTBEAT_TIMEOUT_S
+        )
+        self._meter.decay()
+        is_orphan = staged_swap_id is not None and staged_swap_id != committed.swap_in_progress
+        if is_orphan and committed.version <= self._follower.version:
+            await self._follower.abort(str(staged_swap_id))
+        is_idle = self._catching_up is None or self._catching_up.done()
+        if self._follower.is_behind(committed) and is_idle:
+            # Beside the heartbeat, which has to go on while a large model is read.
+            self._catching_up = asyncio.get_running_loop().create_task(self._follower.catch_up(committed))
+
+    def _check_engine(self) -> None:
+        """Ends every open stream when the engine can no longer do so itself."""
+        try:
+            self._manager.check_health()
+            self._is_unhealthy = False
+        except EngineDead as error:
+            self._is_unhealthy = True
+            for stream in self._streams.values():
+                stream.fail(str(error))
+
+
+async def _result(response: Any) -> Any:
+    # A Ray Serve response is awaitable but no coroutine, which wait_for wants.
+    return await response
+
+
+def _load(settings: AppSettings) -> tuple[PreTrainedModel, str]:
+    torch.set_num_threads(settings.replicas.threads())
+    path = resolve_model(settings.model)
+    model = load_model(path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code)
+    return model, path
+
+
+def _start_engine(model: PreTrainedModel, settings: AppSettings) -> ContinuousBatchingManager:
+    manager = init_continuous_batching(
+        model, continuous_batching_config=settings.engine_config, workload_hints=settings.workload_hints
+    )
+    manager.start()
+    return manager

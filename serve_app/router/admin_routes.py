@@ -1,0 +1,63 @@
+"""The routes that change or show the weights; they need the admin key."""
+
+import hashlib
+import hmac
+from dataclasses import asdict
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse
+
+from serve_app.messages import WeightSource
+from serve_app.protocol.errors import AdminDisabled, Unauthorized
+from serve_app.protocol.parsing import parse_body
+from serve_app.protocol.requests import SwapBody
+from serve_app.router.edge import read_body
+from serve_app.router.fleet import Fleet
+
+MAX_BODY_BYTES = 64 * 1024
+"""A swap is a path and two flags."""
+
+
+class AdminKey:
+    """Knows one key by its hash. Without a key it lets nobody in."""
+
+    def __init__(self, key: str | None) -> None:
+        self._digest = None if key is None else _digest(key)
+
+    def check(self, request: Request) -> None:
+        """Raises AdminDisabled where no key is configured and Unauthorized unless the request brings it."""
+        if self._digest is None:
+            raise AdminDisabled("no admin key is configured: set PITSTOP_ADMIN_KEY or PITSTOP_ADMIN_KEY_FILE")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        # Hashes have one length, so the comparison tells nothing about the key, not even how long it is.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._digest):
+            raise Unauthorized("the admin key is missing or wrong; send it as: Authorization: Bearer KEY")
+
+
+def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
+    """Gives `/admin/weights`: POST swaps, GET shows."""
+    routes = APIRouter()
+
+    @routes.post("/admin/weights")
+    async def swap(request: Request) -> JSONResponse:
+        key.check(request)
+        body = parse_body(SwapBody, await read_body(request, limit_bytes=MAX_BODY_BYTES))
+        result = await fleet.swap(WeightSource(body.source.path), in_flight=body.in_flight, cast=body.cast)
+        return JSONResponse(asdict(result))
+
+    @routes.get("/admin/weights")
+    async def status(request: Request) -> JSONResponse:
+        key.check(request)
+        status = await fleet.status()
+        shown = asdict(status)
+        return JSONResponse({"version": status.committed.version, "source": shown["committed"]["source"]} | shown)
+
+    return routes
+
+
+def _digest(key: str) -> bytes:
+    # Header values reach us decoded as latin-1; encoding them back gives the bytes the client sent.
+    try:
+        return hashlib.sha256(key.encode("latin-1")).digest()
+    except UnicodeEncodeError:
+        return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,115 @@
+"""Router: the ingress deployment. HTTP and the Python handle, both on one generation service."""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from engine import SamplingParams, WorkloadHints
+from serve_app.messages import FleetStatus, SwapResult, TokenEvent, WeightSource
+from serve_app.metrics import ROUTER_METRICS, Recorder
+from serve_app.model_store import resolve_model
+from serve_app.router.admin_routes import AdminKey, admin_routes
+from serve_app.router.fleet import Fleet
+from serve_app.router.generation import Generation
+from serve_app.router.http import build_http
+from serve_app.router.openai_routes import openai_routes
+from serve_app.router.ops_routes import ops_routes
+from serve_app.router.service import Ask, GenerationService, Prompt
+from serve_app.settings import AppSettings
+from serve_app.text import Tokenizer
+
+MAX_ONGOING_REQUESTS = 10_000
+"""Serve's own queue polls with back-off, so it must never fill; `limits.max_queued_requests` refuses long before."""
+
+
+@serve.deployment(name="Router", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MAX_ONGOING_REQUESTS)
+@serve.ingress()
+class Router:
+    """The one door of an application.
+
+    The methods without an underscore are the handle API (`serve.get_app_handle(...)`); `serve_app.client` wraps them.
+    They trust the cluster: no key is asked for.
+    """
+
+    def __init__(self, settings: AppSettings, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]) -> None:
+        self._settings = settings
+        self._admin_key = AdminKey(settings.admin_key())
+        self._recorder = Recorder(ROUTER_METRICS)
+        self._fleet = Fleet(settings, engine=engine, controller=controller)
+        tokenizer = Tokenizer.load(resolve_model(settings.model), trust_remote_code=settings.trust_remote_code)
+        self._service = GenerationService(settings, tokenizer=tokenizer, fleet=self._fleet)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        """Gives the HTTP side; Ray Serve calls this in the replica, after the constructor."""
+        routers = [
+            openai_routes(self._service, self._settings),
+            ops_routes(self._fleet, self._recorder),
+            admin_routes(self._fleet, self._admin_key),
+        ]
+        return build_http(routers, recorder=self._recorder, admission=self._service.admission)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        hints: WorkloadHints | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Gives the token events of one prompt: text, ids, or the messages of a chat.
+
+        The first event has the ids of the prompt; the last one, alone, has a finish reason. Cancelling the stream ends
+        the request. Raises the refusals of the engine before the first event, QueueFull, NoReplica, ReplicaLost,
+        DeadlineExceeded, and GenerationFailed after the tokens that came before.
+        """
+        ask = Ask(
+            prompt_ids=await self._service.prompt_ids(prompt),
+            sampling=sampling or SamplingParams(),
+            hints=hints or WorkloadHints(),
+            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+            cache_salt=cache_salt,
+        )
+        generation = await self._service.open(ask)
+        try:
+            await self._service.prime(generation)
+            async for event in _token_events(generation, ask.prompt_ids):
+                yield event
+        finally:
+            generation.close()
+
+    async def swap_weights(self, path: str, in_flight: str = "keep", cast: bool = False) -> SwapResult:
+        """Replaces the weights of the whole fleet by those in a folder; raises WeightsError when the old ones stay."""
+        return await self._fleet.swap(WeightSource(path), in_flight=in_flight, cast=cast)
+
+    async def status(self) -> FleetStatus:
+        """Gives the committed weights and what every replica reports."""
+        return await self._fleet.status()
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Gives the ids of a prompt, chat template included."""
+        return await self._service.prompt_ids(prompt)
+
+
+async def _token_events(generation: Generation, prompt_ids: list[int]) -> AsyncGenerator[TokenEvent, None]:
+    num_tokens = 0
+    async for piece in generation:
+        event = generation.latest_event
+        assert event is not None
+        end = num_tokens + len(piece.token_ids)
+        # A stop string may have cut the event short.
+        spans = tuple(replace(span, end=min(span.end, end)) for span in event.weight_versions if span.start < end)
+        yield replace(
+            event,
+            token_ids=piece.token_ids,
+            logprobs=piece.logprobs,
+            weight_versions=spans,
+            finish_reason=piece.finish_reason,
+            text=piece.text,
+            prompt_ids=prompt_ids if num_tokens == 0 else [],
+        )
+        num_tokens = end

@@ -1,0 +1,116 @@
+"""The edge of HTTP: bodies with a limit, clients that go away, streams that end their request, and their numbers."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_app.metrics import Recorder
+from serve_app.protocol.errors import BodyTooLarge
+
+T = TypeVar("T")
+
+MAX_LENGTH_DIGITS = 19
+"""Of a content-length that is believed; a longer one is no length, and what is sent is counted all the same."""
+OTHER_ROUTE = "other"
+"""The label of every path that is not ours, so that scanners do not grow the metrics."""
+
+
+async def read_body(request: Request, *, limit_bytes: int) -> bytes:
+    """Gives the body; raises BodyTooLarge as soon as it is known to be over the limit."""
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() and len(declared) < MAX_LENGTH_DIGITS else 0
+    body = bytearray()
+    if size <= limit_bytes:
+        async for chunk in request.stream():
+            body += chunk
+            size = len(body)
+            if size > limit_bytes:
+                break
+    if size > limit_bytes:
+        raise BodyTooLarge(f"the body has {size} bytes or more; at most {limit_bytes} are taken")
+    return bytes(body)
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Gives the result of `work`; raises ClientDisconnect, with `work` cancelled, once the client is gone.
+
+    The body has to be read by then.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+
+
+class EventStream(StreamingResponse):
+    """A stream of server-sent events that calls `on_close` however it ends, also before its first event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes], *, headers: dict[str, str], on_close: Callable[[], None]) -> None:
+        # Proxies in between would otherwise collect events until a buffer is full.
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"} | headers)
+        self._on_close = on_close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_close()
+
+
+class RequestMeter:
+    """ASGI middleware that counts requests.
+
+    `x-request-id` needs none: Serve's own takes the client's or makes one, and sends it back.
+    """
+
+    def __init__(self, app: ASGIApp, *, recorder: Recorder, routes: frozenset[str]) -> None:
+        self._app = app
+        self._recorder = recorder
+        self._routes = routes
+        self._num_in_flight = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # An answer that never started is a client that left, which proxies log as 499.
+        status = 499
+
+        async def send_noting_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        started_at = time.perf_counter()
+        self._change_in_flight(1)
+        try:
+            await self._app(scope, receive, send_noting_status)
+        finally:
+            self._change_in_flight(-1)
+            route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+            self._recorder.count("pitstop_http_requests_total", route, str(status))
+            self._recorder.observe("pitstop_http_request_seconds", route, value=time.perf_counter() - started_at)
+
+    def _change_in_flight(self, change: int) -> None:
+        self._num_in_flight += change
+        self._recorder.set_gauge("pitstop_http_requests_in_flight", value=self._num_in_flight)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,95 @@
+"""The deployments behind the router, as it calls them."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from engine import PitstopError
+from serve_app.broadcast import call_all
+from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, SwapResult, WeightSource
+from serve_app.router.handle_stream import HandleStream, call
+from serve_app.settings import AppSettings
+
+ANSWER_TIMEOUT_S = 5.0
+"""For a call that needs no step of the engine; ten times the longest step."""
+METRICS_TIMEOUT_S = 5.0
+"""Below the 10 s after which Prometheus gives a scrape up."""
+SWAP_MARGIN_S = 30.0
+"""What a swap may take beside its two deadlines: the controller's own waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the router checks before it troubles a replica; lengths in tokens."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class Fleet:
+    """Engine replicas and weight controller. Every call has a deadline and raises errors of the project only."""
+
+    def __init__(
+        self, settings: AppSettings, *, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]
+    ) -> None:
+        # The methods of a handle are made at run time, so types end here and begin again at what each call returns.
+        self._engine: Any = engine
+        self._stream_engine: Any = engine.options(stream=True)
+        self._controller: Any = controller
+        self._request_timeout_s = settings.limits.request_timeout_s
+        self._swap_timeout_s = settings.weights.stage_timeout_s + settings.weights.commit_timeout_s + SWAP_MARGIN_S
+        self._limits: ModelLimits | None = None
+
+    def generate(self, request: GenerateRequest) -> HandleStream:
+        """Opens the stream of a request at the replica that routing chooses."""
+        return HandleStream(self._stream_engine.generate.remote(request), timeout_s=self._request_timeout_s)
+
+    async def probe(self) -> int:
+        """Gives the weight version of some engine replica; raises NoReplica when none answers."""
+        info = await call(self._engine.model_info.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="an engine replica")
+        # New weights have the shapes of the old ones, so what was learned once stays true.
+        self._limits = ModelLimits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"])
+        return int(info["weight_version"])
+
+    async def limits(self) -> ModelLimits:
+        """Gives the limits of the model, asking a replica the first time."""
+        if self._limits is None:
+            await self.probe()
+        assert self._limits is not None
+        return self._limits
+
+    async def reason_not_ready(self) -> str | None:
+        """Gives None when an engine replica answers with the committed weights, else one sentence."""
+        try:
+            version = await self.probe()
+            committed = await self.committed()
+        except PitstopError as error:
+            return str(error)
+        if version != committed.version:
+            return f"an engine replica serves weight version {version}, committed is {committed.version}"
+        return None
+
+    async def committed(self) -> CommittedWeights:
+        """Gives what every replica has to serve."""
+        return await call(self._controller.committed.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller")
+
+    async def status(self) -> FleetStatus:
+        """Gives the committed weights and what every replica reports."""
+        return await call(self._controller.status.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller")
+
+    async def swap(self, source: WeightSource, *, in_flight: str, cast: bool) -> SwapResult:
+        """Replaces the weights of the whole fleet; raises WeightsError and its kinds when the old ones stay."""
+        response = self._controller.swap.remote(source, in_flight=in_flight, cast=cast)
+        return await call(response, timeout_s=self._swap_timeout_s, whom="the weight controller")
+
+    async def metrics(self) -> list[str]:
+        """Gives the expositions of all replicas and the controller that answer in time."""
+        answers = await asyncio.gather(
+            call_all(self._engine, "metrics", timeout_s=METRICS_TIMEOUT_S),
+            call_all(self._controller, "metrics", timeout_s=METRICS_TIMEOUT_S),
+            return_exceptions=True,
+        )
+        found = [answer for answer in answers if isinstance(answer, list)]
+        return [text for group in found for text in group if isinstance(text, str)]

@@ -1,0 +1,50 @@
+"""The ASGI application of the router: all routes, and the one place where errors become answers."""
+
+import logging
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+
+from engine import PitstopError, QueueFull
+from serve_app.metrics import Recorder
+from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, ErrorBody, ErrorDetail, Unauthorized, error_body, rule_of
+from serve_app.router.admission import Admission
+from serve_app.router.edge import RequestMeter
+
+logger = logging.getLogger("ray.serve.pitstop")
+
+
+def build_http(routers: Sequence[APIRouter], *, recorder: Recorder, admission: Admission) -> FastAPI:
+    """Gives the application that answers the routes of `routers`, every error in OpenAI's shape."""
+    app = FastAPI(title="Pitstop", openapi_url=None)
+    for router in routers:
+        app.include_router(router)
+    paths = frozenset(str(getattr(route, "path", "")) for router in routers for route in router.routes)
+    app.add_middleware(RequestMeter, recorder=recorder, routes=paths)
+
+    @app.exception_handler(PitstopError)
+    async def answer_error(_: Request, error: PitstopError) -> Response:
+        headers = {"retry-after": str(admission.retry_after_s())} if isinstance(error, QueueFull) else {}
+        if isinstance(error, Unauthorized):
+            headers["www-authenticate"] = "Bearer"
+        return JSONResponse(error_body(error).model_dump(), status_code=rule_of(error).status, headers=headers)
+
+    @app.exception_handler(HTTPException)
+    async def answer_routing_error(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        detail = ErrorDetail(message=message, type="invalid_request_error", code="unknown_url")
+        return JSONResponse(ErrorBody(error=detail).model_dump(), status_code=error.status_code, headers=error.headers)
+
+    @app.exception_handler(ClientDisconnect)
+    async def answer_nobody(_request: Request, _error: ClientDisconnect) -> Response:
+        return Response(status_code=499)
+
+    @app.exception_handler(Exception)
+    async def answer_unexpected(request: Request, error: Exception) -> Response:
+        logger.error("event=unexpected_error route=%s error=%s", request.url.path, type(error).__name__)
+        return JSONResponse(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)).model_dump(), status_code=500)
+
+    return app

@@ -1,0 +1,170 @@
+"""The routes under `/v1`, plain and streaming."""
+
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from engine import InvalidRequest, PitstopError
+from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, UnknownModel, error_body
+from serve_app.protocol.parsing import parse_body, shorten
+from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
+from serve_app.protocol.responses import ModelCard, ModelList
+from serve_app.router.answer import Piece
+from serve_app.router.edge import EventStream, read_body, while_connected
+from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
+from serve_app.router.generation import Generation
+from serve_app.router.service import Ask, GenerationService
+from serve_app.settings import AppSettings
+
+logger = logging.getLogger("ray.serve.pitstop")
+
+WEIGHTS_HEADER = "x-weights-version"
+DONE = b"data: [DONE]\n\n"
+
+
+def openai_routes(service: GenerationService, settings: AppSettings) -> APIRouter:
+    """Gives the routes that OpenAI's clients use."""
+    routes = APIRouter()
+    started_at = int(time.time())
+
+    @routes.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = parse_body(ChatRequest, await read_body(request, limit_bytes=settings.limits.max_body_bytes))
+        _check_model(body.model, settings)
+        ask = _ask(body, await service.chat_ids(body.messages))
+        style = ChatFormat(_envelope("chatcmpl", body, ask), service.tokenizer)
+        with _parameters_named(prompt="messages"):
+            return await _answer(request, service, ask=ask, body=body, style=style)
+
+    @routes.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = parse_body(CompletionRequest, await read_body(request, limit_bytes=settings.limits.max_body_bytes))
+        _check_model(body.model, settings)
+        ask = _ask(body, await service.prompt_ids(body.prompt))
+        style = CompletionFormat(_envelope("cmpl", body, ask), service.tokenizer)
+        with _parameters_named(prompt="prompt"):
+            return await _answer(request, service, ask=ask, body=body, style=style)
+
+    @routes.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[await _card(service, settings, started_at)])
+
+    @routes.get("/v1/models/{name:path}")
+    async def model(name: str) -> ModelCard:
+        _check_model(name, settings)
+        return await _card(service, settings, started_at)
+
+    return routes
+
+
+async def _answer(
+    request: Request, service: GenerationService, *, ask: Ask, body: GenerationRequest, style: AnswerFormat
+) -> Response:
+    generation = await service.open(ask)
+    is_handed_over = False
+    try:
+        # Before the headers, so that whatever refuses the request still has its status code.
+        await while_connected(request, service.prime(generation))
+        if body.stream:
+            events = _events(generation, style, body)
+            headers = _version_header(generation.first_version)
+            response = EventStream(events, headers=headers, on_close=generation.close)
+            is_handed_over = True
+            return response
+        piece = await while_connected(request, _collect(generation))
+    finally:
+        if not is_handed_over:
+            generation.close()
+    spans = generation.answer.weight_versions
+    content = style.whole(piece, generation.answer).model_dump_json()
+    headers = _version_header(spans[-1].version if spans else None)
+    return Response(content, media_type="application/json", headers=headers)
+
+
+async def _collect(generation: Generation) -> Piece:
+    whole = Piece()
+    async for piece in generation:
+        whole.text += piece.text
+        whole.token_ids += piece.token_ids
+        whole.logprobs += piece.logprobs
+        whole.offsets += piece.offsets
+        whole.finish_reason = piece.finish_reason
+    return whole
+
+
+async def _events(generation: Generation, style: AnswerFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
+    is_first = True
+    shows_tokens = bool(body.return_token_ids or body.wants_logprobs)
+    try:
+        async for piece in generation:
+            if piece.is_empty and not (shows_tokens and piece.token_ids):
+                continue
+            yield _event(style.chunk(piece, generation.answer, is_first=is_first))
+            is_first = False
+        if body.wants_usage_chunk:
+            yield _event(style.usage_chunk(generation.answer))
+        yield DONE
+    except PitstopError as error:
+        yield _event(error_body(error))
+    except Exception:
+        # The headers are gone, so no handler could tell the client any more.
+        logger.exception("event=unexpected_error")
+        yield _event(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)))
+
+
+def _event(data: BaseModel) -> bytes:
+    return b"data: " + data.model_dump_json().encode() + b"\n\n"
+
+
+def _ask(body: GenerationRequest, prompt_ids: list[int]) -> Ask:
+    return Ask(
+        prompt_ids=prompt_ids,
+        sampling=body.sampling(),
+        hints=body.hints(),
+        stop_strings=tuple(body.stop or ()),
+        cache_salt=body.cache_salt,
+    )
+
+
+def _envelope(prefix: str, body: GenerationRequest, ask: Ask) -> Envelope:
+    return Envelope(
+        id=f"{prefix}-{uuid.uuid4().hex}",
+        created=int(time.time()),
+        model=body.model,
+        prompt_ids=ask.prompt_ids,
+        returns_ids=bool(body.return_token_ids),
+        returns_logprobs=body.wants_logprobs,
+    )
+
+
+@contextmanager
+def _parameters_named(*, prompt: str) -> Iterator[None]:
+    """Calls parameters as the endpoint does: engine and service know other names for them."""
+    names = {"input_ids": prompt, "prompt": prompt, "max_new_tokens": "max_tokens"}
+    try:
+        yield
+    except InvalidRequest as error:
+        name = names.get(error.param or "")
+        if name is not None:
+            error.args = (str(error).replace(str(error.param), name, 1),)
+            error.param = name
+        raise
+
+
+def _check_model(name: str, settings: AppSettings) -> None:
+    if name != settings.model_name:
+        raise UnknownModel(f"the model {shorten(name)} is not served here; the one that is: {settings.model_name!r}")
+
+
+async def _card(service: GenerationService, settings: AppSettings, started_at: int) -> ModelCard:
+    limits = await service.fleet.limits()
+    return ModelCard(id=settings.model_name, created=started_at, max_model_len=limits.max_model_len)
+
+
+def _version_header(version: int | None) -> dict[str, str]:
+    return {} if version is None else {WEIGHTS_HEADER: str(version)}

@@ -1,0 +1,115 @@
+"""What the HTTP routes and the Python handle share: prompts in, generations out."""
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any
+
+from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, WorkloadHints
+from serve_app.messages import GenerateRequest
+from serve_app.protocol.parsing import shorten, validate
+from serve_app.protocol.requests import Conversation, Message
+from serve_app.router.admission import Admission
+from serve_app.router.answer import Answer
+from serve_app.router.fleet import Fleet
+from serve_app.router.generation import Generation
+from serve_app.settings import AppSettings
+from serve_app.text import Tokenizer
+
+INLINE_CHARACTERS = 20_000
+"""Longer texts are tokenised in a thread: this many take about 10 ms, which every stream of the router would feel."""
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+"""Text, token ids, or the messages of a chat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One prompt and how it is to be answered, already in tokens. Raises InvalidRequest for what is none."""
+
+    prompt_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    hints: WorkloadHints = field(default_factory=WorkloadHints)
+    stop_strings: tuple[str, ...] = ()
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise InvalidRequest("the prompt is empty; it must hold at least one token", "prompt")
+        if not isinstance(self.sampling, SamplingParams):
+            raise InvalidRequest(f"sampling is {shorten(self.sampling)}; it must be SamplingParams", "sampling")
+        if not isinstance(self.hints, WorkloadHints):
+            raise InvalidRequest(f"hints is {shorten(self.hints)}; it must be WorkloadHints", "hints")
+        # An empty stop string would end every answer before it begins.
+        if not all(isinstance(stop, str) and stop for stop in self.stop_strings):
+            raise InvalidRequest(f"stop is {shorten(self.stop_strings)}; it must hold non-empty strings", "stop")
+
+
+class GenerationService:
+    """Checks, tokenises and opens generations. For one event loop."""
+
+    def __init__(self, settings: AppSettings, *, tokenizer: Tokenizer, fleet: Fleet) -> None:
+        self._settings = settings
+        self.tokenizer = tokenizer
+        self.fleet = fleet
+        self.admission = Admission(settings.limits.max_queued_requests * settings.replicas.max)
+
+    async def open(self, ask: Ask) -> Generation:
+        """Opens the generation; its owner primes it and closes it. Raises ContextLengthExceeded and NoReplica.
+
+        There is no await once the stream is open, so a caller cannot be cancelled between opening and owning it.
+        """
+        limits = await self.fleet.limits()
+        wanted = ask.sampling.max_new_tokens
+        num_prompt_tokens = len(ask.prompt_ids)
+        if num_prompt_tokens + (wanted or 1) > limits.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and {wanted or 1} new ones are asked for; "
+                f"together they may be {limits.max_model_len} at most",
+                "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
+            )
+        request = GenerateRequest(
+            # Ours and not the client's: two clients may send the same id, and both are to be served.
+            request_id=uuid.uuid4().hex,
+            prompt_ids=ask.prompt_ids,
+            sampling=ask.sampling,
+            hints=replace(
+                ask.hints,
+                max_prompt_length=num_prompt_tokens,
+                max_generated_length=wanted or limits.max_model_len - num_prompt_tokens,
+                num_requests=1,
+            ),
+            cache_salt=ask.cache_salt,
+        )
+        return Generation(self.fleet.generate(request), Answer(self.tokenizer, stop_strings=ask.stop_strings))
+
+    async def prime(self, generation: Generation) -> None:
+        """Waits for a place and the first token; raises whatever refuses the request."""
+        await generation.prime(self.admission, probe=self.fleet.probe)
+
+    async def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Gives the ids of a prompt in any of its forms; raises InvalidRequest for what is none of them."""
+        if isinstance(prompt, str):
+            return await self.text_ids(prompt)
+        if not isinstance(prompt, Sequence):
+            raise InvalidRequest(f"the prompt is {shorten(prompt)}; it must be text, token ids or messages", "prompt")
+        # What came over a handle may be anything, whatever its type says; integers may be those of numpy.
+        items: list[Any] = list(prompt)
+        if all(isinstance(item, Integral) for item in items):
+            return [int(item) for item in items]
+        return await self.chat_ids(validate(Conversation, {"messages": items}).messages)
+
+    async def text_ids(self, text: str) -> list[int]:
+        """Gives the ids of a text, with the special tokens the model begins with."""
+        if len(text) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode(text)
+        return await asyncio.to_thread(self.tokenizer.encode, text)
+
+    async def chat_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Gives the ids of a chat up to where the assistant answers."""
+        plain = [message.for_template() for message in messages]
+        if sum(len(message["content"]) for message in plain) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode_chat(plain)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, plain)

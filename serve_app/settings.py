@@ -1,0 +1,238 @@
+"""What an application is started with: `AppSettings`, the `args:` of the Serve config file.
+
+The only module that reads the environment: the admin key, and the cores this process may use.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from engine import ContinuousBatchingConfig, WorkloadHints
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+ADMIN_KEY_VARIABLE = "PITSTOP_ADMIN_KEY"
+ADMIN_KEY_FILE_VARIABLE = "PITSTOP_ADMIN_KEY_FILE"
+MIN_ADMIN_KEY_LENGTH = 16
+"""Characters; shorter keys can be guessed over the network."""
+CGROUP_V2_CPU = Path("/sys/fs/cgroup/cpu.max")
+
+
+class Section(BaseModel):
+    """One group of settings: never written to, and a misspelt name is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ReplicaSettings(Section):
+    """How many engine replicas there are and what each may use.
+
+    min, max: bounds of autoscaling, in replicas; equal bounds switch it off. One is the least that serves at once.
+    num_cpus: cores that Ray reserves for a replica; a half, so that two fit on one core beside Serve itself.
+    num_gpus: GPUs that Ray reserves for a replica; 0 serves on the CPU.
+    torch_threads: threads of one forward pass; None is the cores of this machine over `max`, at least one.
+    max_ongoing_requests: requests that Serve hands to one replica. Far above what an engine holds, because Serve's own
+        queue polls with back-off while the engine's does not; it also has to leave room for control calls.
+    graceful_shutdown_timeout_s: seconds a leaving replica has to finish its streams before they are cut.
+    health_check_period_s, health_check_timeout_s: seconds; three failures in a row replace a replica.
+    """
+
+    min: int = Field(default=1, ge=1)
+    max: int = Field(default=1, ge=1)
+    num_cpus: float = Field(default=0.5, ge=0)
+    num_gpus: float = Field(default=0, ge=0)
+    torch_threads: int | None = Field(default=None, ge=1)
+    max_ongoing_requests: int = Field(default=10_000, ge=16)
+    graceful_shutdown_timeout_s: float = Field(default=30.0, ge=0)
+    health_check_period_s: float = Field(default=5.0, gt=0)
+    health_check_timeout_s: float = Field(default=30.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"replicas.min is {self.min} and replicas.max is {self.max}; min must not be above max")
+        return self
+
+    @property
+    def is_autoscaled(self) -> bool:
+        return self.min != self.max
+
+    def threads(self) -> int:
+        """Gives the torch threads of one replica on this machine."""
+        return self.torch_threads or max(1, available_cores() // self.max)
+
+
+class AutoscalingSettings(Section):
+    """When the fleet grows and shrinks.
+
+    target_work_s: seconds of estimated work (queued and running, at the measured speed) one replica may have; more asks
+        for another replica. Ten seconds is about what a reader of a stream accepts as a wait.
+    assumed_prefill_tokens_per_s, assumed_decode_tokens_per_s: tokens a second of a replica before it has measured
+        itself; a small model on one CPU core.
+    upscale_delay_s: seconds the need has to last before a replica is added; long enough to ignore a single burst step.
+    downscale_delay_s: seconds of too little work before one is removed; longer, because starting one costs seconds.
+    metrics_interval_s: seconds between the numbers a replica sends.
+    look_back_s: seconds over which they are averaged.
+    """
+
+    target_work_s: float = Field(default=10.0, gt=0)
+    assumed_prefill_tokens_per_s: float = Field(default=500.0, gt=0)
+    assumed_decode_tokens_per_s: float = Field(default=100.0, gt=0)
+    upscale_delay_s: float = Field(default=2.0, ge=0)
+    downscale_delay_s: float = Field(default=60.0, ge=0)
+    metrics_interval_s: float = Field(default=0.5, gt=0)
+    look_back_s: float = Field(default=2.0, gt=0)
+
+
+class RoutingSettings(Section):
+    """How requests find their replica.
+
+    stats_period_s: seconds between two reports of a replica's load to the routers; below 0.2 they come no faster and
+        only cost Serve's controller more.
+    """
+
+    stats_period_s: float = Field(default=0.2, gt=0)
+
+
+class WeightSettings(Section):
+    """Deadlines of a weight swap, all in seconds.
+
+    stage_timeout_s: for reading and checking new weights on every replica; a slow shared disk needs minutes.
+    commit_timeout_s: for the pause and the exchange on every replica; a step is short, so this only ends hangs.
+    heartbeat_interval_s: between two reports of a replica to the controller.
+    forget_after_s: after which a silent replica is no longer expected to answer; a few missed heartbeats.
+    """
+
+    stage_timeout_s: float = Field(default=600.0, gt=0)
+    commit_timeout_s: float = Field(default=60.0, gt=0)
+    heartbeat_interval_s: float = Field(default=1.0, gt=0)
+    forget_after_s: float = Field(default=5.0, gt=0)
+
+
+class LimitSettings(Section):
+    """What one application takes on at most.
+
+    max_queued_requests: requests that may wait in one replica's engine; then callers get 429. Never unlimited here.
+    request_timeout_s: seconds a request may take in all, streaming included.
+    max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
+    max_prompts_per_request: prompts in one `/v1/completions` call.
+    """
+
+    max_queued_requests: int = Field(default=512, ge=1)
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    max_prompts_per_request: int = Field(default=128, ge=1)
+
+
+class AppSettings(Section):
+    """One application, whole.
+
+    model: a local folder, a hub id, or the name of the default model (see `model_store`).
+    served_model_name: the name clients use; None is the last part of `model`.
+    dtype: "auto" takes the checkpoint's on a GPU and float32 on a CPU.
+    device: "auto" is the GPU when there is one, else the CPU.
+    max_model_len: tokens of prompt and output together; None is what the model and the cache allow.
+    seed: makes requests without a seed repeatable; None draws one at every start.
+    trust_remote_code: run code that comes with the model; off, because it is somebody else's code.
+    engine: knobs of the engine.
+    workload_hints: what is known of the traffic; sizes the cache.
+    admin_key_file: file holding the admin key; the environment's PITSTOP_ADMIN_KEY and PITSTOP_ADMIN_KEY_FILE win.
+    """
+
+    model: str = Field(default=DEFAULT_MODEL, min_length=1)
+    served_model_name: str | None = Field(default=None, min_length=1)
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = Field(default="auto", min_length=1)
+    max_model_len: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    trust_remote_code: bool = False
+    engine: ContinuousBatchingConfig = Field(default_factory=ContinuousBatchingConfig)
+    workload_hints: WorkloadHints = Field(default_factory=WorkloadHints)
+    replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
+    autoscaling: AutoscalingSettings = Field(default_factory=AutoscalingSettings)
+    routing: RoutingSettings = Field(default_factory=RoutingSettings)
+    weights: WeightSettings = Field(default_factory=WeightSettings)
+    limits: LimitSettings = Field(default_factory=LimitSettings)
+    admin_key_file: str | None = Field(default=None, min_length=1)
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _read_engine(cls, value: Any) -> Any:
+        # A strict dataclass takes no mapping from its parent, and a config file has nothing else to give.
+        return ContinuousBatchingConfig(**value) if isinstance(value, Mapping) else value
+
+    @property
+    def model_name(self) -> str:
+        """The name under which clients ask for the model."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def engine_config(self) -> ContinuousBatchingConfig:
+        """The engine's knobs with what this application adds: its seed, and a queue that is never unlimited."""
+        return replace(
+            self.engine,
+            seed=self.seed if self.engine.seed is None else self.engine.seed,
+            max_queue_size=self.engine.max_queue_size or self.limits.max_queued_requests,
+        )
+
+    def admin_key(self) -> str | None:
+        """Gives the admin key, or None where none is configured.
+
+        Raises ValueError for a key file that cannot be read and for a key that is too short.
+        """
+        key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
+        path = os.environ.get(ADMIN_KEY_FILE_VARIABLE) or self.admin_key_file
+        if not key and path:
+            key = _read_key(path)
+        if not key and not path:
+            return None
+        if len(key) < MIN_ADMIN_KEY_LENGTH:
+            raise ValueError(f"the admin key has {len(key)} characters; use at least {MIN_ADMIN_KEY_LENGTH}")
+        return key
+
+
+def parse_settings(values: Mapping[str, Any]) -> AppSettings:
+    """Gives settings from the `args:` of a config file; raises ValueError with one sentence naming what is wrong."""
+    try:
+        return AppSettings.model_validate(dict(values))
+    except ValidationError as error:
+        problems = [_describe(problem) for problem in error.errors(include_url=False)]
+        raise ValueError("settings: " + "; ".join(problems)) from None
+
+
+def inherited_environment(*, defaults: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """Gives a child's environment: this process's, with `defaults` where it has nothing, and with `added`."""
+    return {**defaults, **os.environ, **added}
+
+
+def available_cores() -> int:
+    """Gives the whole cores this process may use: its affinity, cut by a container's quota; at least one."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(affinity, _cgroup_cores(affinity)))
+
+
+def _cgroup_cores(fallback: int) -> int:
+    try:
+        quota, period = CGROUP_V2_CPU.read_text().split()
+        return fallback if quota == "max" else int(quota) // int(period)
+    except (OSError, ValueError):
+        return fallback
+
+
+def _read_key(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the admin key file {path} cannot be read: {error}") from None
+
+
+def _describe(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{place} is not a setting"
+    if problem["type"] == "value_error":
+        return str(problem["ctx"]["error"])
+    return f"{place} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}"

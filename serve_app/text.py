@@ -1,0 +1,167 @@
+"""Text on both sides of the engine: prompts to token ids, token ids back to text, stop strings. Knows nothing of Ray.
+
+Tokens are not characters: a character may take several tokens and a stop string may begin in the middle of one. What
+comes out of here, put together, is what decoding all tokens at once gives, cut before the first stop string.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from engine import InvalidRequest
+
+REPLACEMENT = "\ufffd"
+MAX_HELD_TOKENS = 32
+"""Tokens that may wait for the rest of a character: four bytes make one, a few real U+FFFD may precede."""
+CONTEXT_TOKENS = 4
+"""Tokens kept before a forced cut: the last three bytes may begin a character, and one stands before them."""
+
+
+class Tokenizer:
+    """The model's tokenizer and chat template. Safe to share: after the constructor nothing is written to."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        # The first call clears the truncation a tokenizer file may ask for; later ones then change nothing.
+        self.encode("a")
+
+    @classmethod
+    def load(cls, path: str, *, trust_remote_code: bool = False) -> "Tokenizer":
+        """Gives the tokenizer of a local folder or hub id; raises what transformers raises."""
+        return cls(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Gives the ids of a text; raises InvalidRequest for half a surrogate pair, which no tokenizer can encode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(
+                f"the text holds half a surrogate pair at character {error.start}; send whole characters"
+            ) from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
+        return ids
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Gives the ids of a chat up to where the assistant answers.
+
+        Raises InvalidRequest where the model has no chat template and with the message of a template that refuses.
+        """
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest("the model has no chat template; use /v1/completions", "messages")
+        try:
+            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except (TemplateError, TypeError, ValueError) as error:
+            # A template is a program of the model's: on input it does not expect it may fail in any of these ways.
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from None
+        # The template has written the special tokens itself.
+        return self.encode(str(text), add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Gives the text of ids without special tokens, exactly: no cleaning up of spaces."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token_text(self, token_id: int) -> str:
+        """Gives one token as log-probabilities show it: special ones by name, parts of characters as U+FFFD."""
+        alone = str(self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False))
+        if REPLACEMENT in alone:
+            return alone
+        # Some tokenizers drop the space before the first token, so the second of two equal ones is looked at.
+        return str(self._tokenizer.decode([token_id, token_id], clean_up_tokenization_spaces=False))[len(alone) :]
+
+    def is_skipped(self, token_id: int) -> bool:
+        """True for special tokens, which are no part of the text."""
+        return token_id in self._skipped
+
+
+class Detokeniser:
+    """Turns tokens into text as they come. A character is held back until all its tokens are there.
+
+    Invariant: what was given out, put together, is a prefix of the decoding of all tokens so far. Each token is decoded
+    a bounded number of times. The one exception is a tokenizer with byte tokens (<0xE4>): decoding everything at once
+    makes U+FFFD of whole characters spelt in bytes when an incomplete one follows them, and this gave them out before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        # Decoding starts at tokens already given out, because how a token reads may depend on the one before it.
+        self._window: list[int] = []
+        self._num_read = 0
+        self._num_emitted = 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Gives the text that the new tokens complete."""
+        new_ids = [token_id for token_id in token_ids if not self._tokenizer.is_skipped(token_id)]
+        if not new_ids:
+            return ""
+        text = self._tokenizer.decode(self._window + new_ids)
+        if text.endswith(REPLACEMENT) and len(new_ids) > 1:
+            return "".join(self._push_one(token_id) for token_id in new_ids)
+        self._window += new_ids
+        return self._emit(text)
+
+    def flush(self) -> str:
+        """Gives what is still held back, at the end of the output: an incomplete character as U+FFFD."""
+        return self._tokenizer.decode(self._window)[self._num_emitted :]
+
+    def _push_one(self, token_id: int) -> str:
+        self._window.append(token_id)
+        return self._emit(self._tokenizer.decode(self._window))
+
+    def _emit(self, text: str) -> str:
+        if text.endswith(REPLACEMENT):
+            return self._emit_settled(text) if len(self._window) - self._num_read > MAX_HELD_TOKENS else ""
+        new = text[self._num_emitted :]
+        if new:
+            self._window = self._window[self._num_read :]
+            self._num_read = len(self._window)
+            self._num_emitted = len(self._tokenizer.decode(self._window))
+        return new
+
+    def _emit_settled(self, text: str) -> str:
+        """Gives all but the last U+FFFD, the only one that may still become a character."""
+        new = text[self._num_emitted : -1]
+        self._window = self._window[-CONTEXT_TOKENS:]
+        self._num_read = 1
+        self._num_emitted = len(self._tokenizer.decode(self._window)) - 1
+        return new
+
+
+class StopMatcher:
+    """Ends a text before the first stop string to be completed; of two that end together, before the longer one.
+
+    Text that may turn out to be the head of a stop string is held back. `is_stopped` stays true once one was found.
+    """
+
+    def __init__(self, stop_strings: Sequence[str]) -> None:
+        self._stop_strings = stop_strings
+        self._held = ""
+        self.is_stopped = False
+
+    def push(self, text: str) -> str:
+        """Gives the text that no stop string can reach any more; nothing after a stop."""
+        if self.is_stopped:
+            return ""
+        text = self._held + text
+        found = [(at + len(stop), at) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped, self._held = True, ""
+            return text[: min(found)[1]]
+        num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+        settled = len(text) - num_held
+        self._held = text[settled:]
+        return text[:settled]
+
+    def flush(self) -> str:
+        """Gives what was held back, at the end of an output that met no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Gives the length of the longest end of `text` that `stop` begins with, less than all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -1,0 +1,91 @@
+"""A real application on a real Ray: started once by a test module, on free ports of loopback, and stopped after."""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from serve_app.app import build_app
+from serve_app.settings import AppSettings
+
+APP_NAME = "pitstop"
+ADMIN_KEY = "a-key-for-tests-only"
+ENVIRONMENT = {
+    "PITSTOP_ADMIN_KEY": ADMIN_KEY,
+    # How `pitstop serve` runs Serve. Ray's processes inherit it; this one has imported Serve already and stays.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+DEADLINE_S = 60.0
+"""For anything that is waited for; a replica starts in about ten seconds on two busy cores."""
+
+T = TypeVar("T")
+
+
+@contextmanager
+def running_app(settings: AppSettings, *, num_cpus: int = 2) -> Iterator[str]:
+    """Starts Ray, Serve and the application, and gives the URL of its root."""
+    port = _free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        _start_ray(num_cpus)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(build_app(settings), name=APP_NAME, route_prefix="/")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def http_client(url: str) -> httpx.AsyncClient:
+    """Gives a client that sends the admin key and never waits without end."""
+    return httpx.AsyncClient(base_url=url, timeout=DEADLINE_S, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
+
+
+def kill_actor_of(deployment: str, *, replica_id: str = "") -> None:
+    """Kills the process of one replica, as `kill -9` does."""
+    prefix = f"SERVE_REPLICA::{APP_NAME}#{deployment}#{replica_id}"
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    name = next(name for name in names if name.startswith(prefix))
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+async def eventually(
+    look: Callable[[], Awaitable[T]], *, until: Callable[[T], Any], deadline_s: float = DEADLINE_S
+) -> T:
+    """Gives the first result that satisfies `until`; fails with the last one after the deadline."""
+    end = time.monotonic() + deadline_s
+    while True:
+        result = await look()
+        if until(result):
+            return result
+        assert time.monotonic() < end, f"not within {deadline_s} s; the last was {result!r}"
+        await asyncio.sleep(0.05)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _start_ray(num_cpus: int) -> None:
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _metrics_export_port=_free_port(),
+    )

@@ -1,0 +1,150 @@
+import json
+from typing import Any
+
+import pytest
+
+from engine import InvalidRequest, SamplingParams, WorkloadHints
+from serve_app.protocol.parsing import parse_body, read_object
+from serve_app.protocol.requests import ChatRequest, CompletionRequest, SwapBody
+
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_body(ChatRequest, json.dumps({"model": "m", "messages": [USER]} | fields).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_body(CompletionRequest, json.dumps({"model": "m", "prompt": "hi"} | fields).encode())
+
+
+def refusal(parse: Any, **fields: Any) -> tuple[str | None, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    return caught.value.param, str(caught.value)
+
+
+def test_a_plain_chat_samples_with_the_defaults_of_openai() -> None:
+    assert chat().sampling() == SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs=False)
+
+
+def test_every_supported_parameter_reaches_the_engine() -> None:
+    request = chat(
+        temperature=0, top_p=0.5, top_k=7, seed=3, max_completion_tokens=9, ignore_eos=True, logprobs=True, user="t",
+        session_id="s", stop="x",
+    )  # fmt: skip
+    assert request.sampling() == SamplingParams(0.0, 7, 0.5, 3, 9, (), True)
+    assert request.hints() == WorkloadHints(session_id="s", tenant="t")
+    assert request.stop == ["x"]
+
+
+def test_a_completion_gives_sixteen_tokens_and_a_chat_as_many_as_fit() -> None:
+    assert completion().max_new_tokens == 16
+    assert chat().max_new_tokens is None
+
+
+@pytest.mark.parametrize("fields", [
+    {"n": 1}, {"n": None}, {"presence_penalty": 0}, {"frequency_penalty": 0.0}, {"logit_bias": None},
+    {"logit_bias": {}}, {"store": False}, {"top_logprobs": 0}, {"tools": []}, {"tool_choice": "none"},
+    {"response_format": {"type": "text"}}, {"stream_options": None}, {"stop": None}, {"stop": []},
+    {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}, {"temperature": None},
+    {"service_tier": "auto"}, {"modalities": ["text"]}, {"metadata": None}, {"top_k": -1},
+])  # fmt: skip
+def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
+    assert chat(**fields).sampling() == chat().sampling()
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), [
+    ({"n": 3}, "n", "n is 3; only 1 is supported"),
+    ({"n": True}, "n", "n is True; only 1 is supported"),
+    ({"temprature": 1}, "temprature", "temprature is not a parameter of this endpoint"),
+    ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
+    ({"temperature": "1"}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({"seed": 2**63}, "seed", "less than"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
+    ({"stop": ["a"] * 5}, "stop", "at most 4"),
+    ({"stop": [""]}, "stop[0]", "at least 1 character"),
+    ({"stop": "x" * 257}, "stop[0]", "at most 256"),
+    ({"logprobs": 1}, "logprobs", "valid boolean"),
+    ({"top_logprobs": 5}, "top_logprobs", "only 0 is supported"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "only 0 is supported"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "only {} is supported"),
+    ({"tools": [{"type": "function"}]}, "tools", "only [] is supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    ({"stream": True, "stream_options": {"include": 1}}, "stream_options.include", "not a parameter"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "hi"}, "messages", "valid list"),
+    ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages[1].role", "'tool'"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type", "image_url"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls", "only []"),
+    ({"user": ""}, "user", "at least 1 character"),
+    ({"cache_salt": "x" * 1025}, "cache_salt", "at most 1024"),
+])  # fmt: skip
+def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str, message: str) -> None:
+    got_param, got_message = refusal(chat, **fields)
+    assert got_param == param
+    assert got_message.startswith(param)
+    assert message in got_message
+
+
+def test_a_refusal_repeats_little_of_a_huge_value() -> None:
+    assert len(refusal(chat, logit_bias={str(i): 1 for i in range(10_000)})[1]) < 200
+    assert len(refusal(chat, temperature="x" * 100_000)[1]) < 200
+
+
+def test_an_answer_sent_back_as_a_message_is_accepted() -> None:
+    answer = {"role": "assistant", "content": "Paris", "refusal": None, "tool_calls": None, "annotations": []}
+    assert [m.for_template() for m in chat(messages=[USER, answer, USER]).messages][1] == {
+        "role": "assistant",
+        "content": "Paris",
+    }
+
+
+def test_text_parts_are_joined_by_line_breaks() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert chat(messages=[{"role": "user", "content": parts}]).messages[0].for_template()["content"] == "a\nb"
+
+
+@pytest.mark.parametrize(("prompt", "expected"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])])
+def test_a_prompt_is_text_or_ids_or_a_list_of_one(prompt: Any, expected: Any) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize(("prompt", "message"), [
+    ("", "empty"), ([], "empty"), ([[]], "empty"), (["a", "b"], "holds 2 prompts"), ([[1], [2]], "holds 2 prompts"),
+    ([1, "a"], "must be text"), ([1.5], "must be text"), ([True], "must be text"), (None, "must be text"),
+])  # fmt: skip
+def test_other_prompts_are_refused(prompt: Any, message: str) -> None:
+    assert message in refusal(completion, prompt=prompt)[1]
+
+
+def test_log_probabilities_of_alternatives_are_refused() -> None:
+    assert completion(logprobs=0).sampling().logprobs is True
+    assert refusal(completion, logprobs=1)[0] == "logprobs"
+
+
+@pytest.mark.parametrize("body", [
+    b"", b"{", b"[1]", b"3", b"\xff\xfe", b'{"a": NaN}', b'{"a": 1e999, }', b"[" * 100_000, b'{"a":' * 100_000,
+    b'{"a": ' + b"9" * 5000 + b"}",
+], ids=range(10))  # fmt: skip
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="the body"):
+        read_object(body)
+
+
+def test_an_infinite_number_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="temperature"):
+        parse_body(ChatRequest, b'{"model": "m", "messages": [{"role": "user", "content": ""}], "temperature": 1e999}')
+
+
+def test_a_swap_names_its_source() -> None:
+    swap = parse_body(SwapBody, b'{"source": {"path": "/weights"}, "in_flight": "keep", "cast": false}')
+    assert (swap.source.path, swap.in_flight, swap.cast) == ("/weights", "keep", False)
+    with pytest.raises(InvalidRequest, match="source is missing"):
+        parse_body(SwapBody, b"{}")

@@ -1,0 +1,156 @@
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from engine import QueueFull, WeightSpan
+from serve_app.messages import TokenEvent
+from serve_app.protocol.errors import GenerationFailed, NoReplica
+from serve_app.router.admission import Admission
+from serve_app.router.answer import Answer, Piece
+from serve_app.router.generation import Generation
+from serve_app.text import Tokenizer
+from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
+
+TEXT = "the stop string 日本語 👩‍👩‍👧‍👦 ends here, the end"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer())
+
+
+class Events:
+    """The events of one request, and after them silence."""
+
+    def __init__(self, events: Sequence[TokenEvent]) -> None:
+        self._events = list(events)
+        self.is_closed = False
+
+    async def __anext__(self) -> TokenEvent:
+        if not self._events:
+            await asyncio.Event().wait()
+        return self._events.pop(0)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def events_of(
+    rng: random.Random, ids: Sequence[int], *, reason: str = "length", wants_logprobs: bool
+) -> list[TokenEvent]:
+    """Puts tokens together in events of random sizes; the weights change after ten tokens."""
+    events, start = [], 0
+    while start < len(ids):
+        end = min(len(ids), start + rng.randint(1, 9))
+        spans = [WeightSpan(1, start, min(end, 10)), WeightSpan(2, max(start, 10), end)]
+        events.append(
+            TokenEvent(
+                request_id="r",
+                token_ids=list(ids[start:end]),
+                logprobs=[-float(i) for i in range(start, end)] if wants_logprobs else [],
+                weight_versions=tuple(span for span in spans if span.start < span.end),
+                finish_reason=reason if end == len(ids) else None,
+            )
+        )
+        start = end
+    return events
+
+
+def collect(tokenizer: Tokenizer, events: Sequence[TokenEvent], stops: Sequence[str]) -> tuple[Piece, Answer]:
+    answer, whole = Answer(tokenizer, stop_strings=stops), Piece()
+    for event in events:
+        piece = answer.push(event)
+        whole.text += piece.text
+        whole.token_ids += piece.token_ids
+        whole.logprobs += piece.logprobs
+        whole.offsets += piece.offsets
+        whole.finish_reason = piece.finish_reason
+        if piece.finish_reason:
+            break
+    return whole, answer
+
+
+@pytest.mark.parametrize("stops", [[], ["ends"], ["語 👩", "zz"], ["absent"], ["d"]])
+@pytest.mark.parametrize("wants_logprobs", [False, True])
+def test_an_answer_does_not_depend_on_how_tokens_came_together(
+    tokenizer: Tokenizer, stops: list[str], wants_logprobs: bool
+) -> None:
+    rng = random.Random(7)
+    ids = tokenizer.encode(TEXT)
+    seen = []
+    for _ in range(50):
+        whole, answer = collect(tokenizer, events_of(rng, ids, wants_logprobs=wants_logprobs), stops)
+        seen.append((whole, answer.weight_versions, answer.num_tokens))
+    assert all(one == seen[0] for one in seen)
+    whole, spans, num_tokens = seen[0]
+    found = [TEXT.find(stop) for stop in stops if stop in TEXT]
+    assert whole.text == TEXT[: min(found, default=len(TEXT))]
+    assert whole.finish_reason == ("stop" if found else "length")
+    assert num_tokens == len(whole.token_ids) == spans[-1].end
+    assert [span.version for span in spans] == [1, 2][: len(spans)]
+    assert len(whole.logprobs) == len(whole.offsets) == (num_tokens if wants_logprobs else 0)
+
+
+async def read_all(generation: Generation) -> list[Piece]:
+    return [piece async for piece in generation]
+
+
+def generation_of(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> Generation:
+    return Generation(Events(events), Answer(tokenizer))  # type: ignore[arg-type]  # stands in for a handle's stream
+
+
+async def never_asked() -> None:
+    pytest.fail("a request that is answered needs no probe")
+
+
+async def test_a_request_without_a_replica_is_refused_by_the_probe(tokenizer: Tokenizer) -> None:
+    async def probe() -> None:
+        raise NoReplica("none")
+
+    admission = Admission(1)
+    with pytest.raises(NoReplica):
+        await generation_of(tokenizer, []).prime(admission, probe=probe, probe_after_s=0.001)
+    assert admission.num_waiting == 0
+
+
+async def test_a_request_that_only_waits_goes_on_waiting(tokenizer: Tokenizer) -> None:
+    num_probes = 0
+
+    async def probe() -> None:
+        nonlocal num_probes
+        num_probes += 1
+
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await generation_of(tokenizer, []).prime(Admission(1), probe=probe, probe_after_s=0.001)
+    assert num_probes > 1
+
+
+async def test_a_failed_request_gives_its_tokens_and_then_the_reason(tokenizer: Tokenizer) -> None:
+    event = TokenEvent("r", tokenizer.encode("ab"), finish_reason="failed", error="not finite")
+    generation = generation_of(tokenizer, [event])
+    await generation.prime(Admission(1), probe=never_asked)
+    assert (await anext(generation)).text == "ab"
+    with pytest.raises(GenerationFailed, match="not finite"):
+        await anext(generation)
+
+
+async def test_pieces_end_with_the_finish_reason(tokenizer: Tokenizer) -> None:
+    events = events_of(random.Random(1), tokenizer.encode("the end"), reason="stop", wants_logprobs=False)
+    generation = generation_of(tokenizer, events)
+    await generation.prime(Admission(1), probe=never_asked)
+    pieces = await read_all(generation)
+    assert "".join(piece.text for piece in pieces) == "the end"
+    assert [piece.finish_reason for piece in pieces[-1:]] == ["stop"]
+
+
+def test_places_are_bounded_and_given_back() -> None:
+    admission = Admission(2)
+    with admission.place(), admission.place():
+        with pytest.raises(QueueFull) as caught, admission.place():
+            pytest.fail("there were two places")
+        assert caught.value.num_waiting == 2
+    assert admission.num_waiting == 0
+    assert 1 <= admission.retry_after_s() <= 60

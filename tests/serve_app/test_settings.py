@@ -1,0 +1,106 @@
+"""Settings: defaults that work, refusals that name what is wrong, and the only look at the environment."""
+
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from serve_app import settings as settings_module
+from serve_app.settings import AppSettings, ReplicaSettings, available_cores, parse_settings
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PITSTOP_ADMIN_KEY", raising=False)
+    monkeypatch.delenv("PITSTOP_ADMIN_KEY_FILE", raising=False)
+
+
+def test_defaults_serve_the_default_model_with_a_bounded_queue() -> None:
+    settings = AppSettings()
+    assert settings.model_name == "smollm2-135m-instruct"
+    assert settings.engine_config.max_queue_size == settings.limits.max_queued_requests > 0
+    assert settings.admin_key() is None
+
+
+def test_nested_values_of_a_config_file_are_taken() -> None:
+    settings = parse_settings(
+        {
+            "model": "/models/tiny/",
+            "seed": 7,
+            "engine": {"page_size": 16, "max_queue_size": 3},
+            "workload_hints": {"max_prompt_length": 64},
+            "replicas": {"min": 1, "max": 2},
+        }
+    )
+    assert settings.model_name == "tiny"
+    assert (settings.engine_config.page_size, settings.engine_config.max_queue_size) == (16, 3)
+    assert settings.engine_config.seed == 7
+    assert settings.workload_hints.max_prompt_length == 64
+    assert settings.replicas.is_autoscaled
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"modell": "x"}, "modell is not a setting"),
+        ({"engine": {"page_sise": 16}}, "engine.page_sise is not a setting"),
+        ({"workload_hints": {"max_prompt": 16}}, "workload_hints.max_prompt is not a setting"),
+        ({"replicas": {"min": 3, "max": 2}}, "replicas.min is 3"),
+        ({"engine": {"page_size": 2}}, "engine.page_size is 2"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"autoscaling": {"target_work_s": float("inf")}}, "autoscaling.target_work_s is inf"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_in_one_line(values: dict[str, object], named: str) -> None:
+    with pytest.raises(ValueError, match="settings: ") as caught:
+        parse_settings(values)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        AppSettings().model = "other"
+
+
+def test_the_environment_wins_over_the_key_file_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configured, from_environment = tmp_path / "configured", tmp_path / "environment"
+    configured.write_text("configured-" + KEY + "\n")
+    from_environment.write_text("environment-" + KEY + "\n")
+    settings = AppSettings(admin_key_file=str(configured))
+    assert settings.admin_key() == "configured-" + KEY
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY_FILE", str(from_environment))
+    assert settings.admin_key() == "environment-" + KEY
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", KEY)
+    assert settings.admin_key() == KEY
+
+
+def test_a_missing_or_short_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        AppSettings(admin_key_file=str(tmp_path / "nothing")).admin_key()
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "short")
+    with pytest.raises(ValueError, match="at least 16"):
+        AppSettings().admin_key()
+
+
+def test_an_empty_key_file_does_not_open_the_admin_routes(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("\n")
+    with pytest.raises(ValueError, match="0 characters"):
+        AppSettings(admin_key_file=str(empty)).admin_key()
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)])
+def test_cores_respect_the_quota_of_a_container(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(settings_module, "CGROUP_V2_CPU", tmp_path / "cpu.max")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    assert available_cores() == cores
+    assert ReplicaSettings(max=2).threads() == max(1, cores // 2)

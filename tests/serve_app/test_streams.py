@@ -1,0 +1,92 @@
+"""One open request: everything since the last read in one event, each token once, one ending."""
+
+import asyncio
+
+from engine import FinishReason, GenerationOutput, RequestStatus, SamplingParams, WeightSpan, WorkloadHints
+from serve_app.messages import GenerateRequest
+from serve_app.streams import TokenStream
+
+DEADLINE_S = 5.0
+
+
+def stream(*, limit: int = 10, expected: int = 0) -> TokenStream:
+    request = GenerateRequest(
+        "r", [1, 2, 3], SamplingParams(max_new_tokens=limit), WorkloadHints(expected_generated_length=expected)
+    )
+    return TokenStream(request, replica_id="a")
+
+
+def output(
+    tokens: list[int], spans: tuple[WeightSpan, ...], *, ended: FinishReason | None = None, error: str | None = None
+) -> GenerationOutput:
+    return GenerationOutput(
+        "r",
+        new_tokens=tokens,
+        new_logprobs=[-float(token) for token in tokens],
+        weight_versions=spans,
+        status=RequestStatus.FINISHED if ended else RequestStatus.DECODING,
+        finish_reason=ended,
+        error=error,
+        num_cached_tokens=2,
+    )
+
+
+async def test_one_event_carries_all_that_came_since_the_last() -> None:
+    opened = stream()
+    opened.deliver(output([1], (WeightSpan(1, 0, 1),)))
+    opened.deliver(output([2, 3], (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3))))
+    event = await opened.read()
+    assert (event.token_ids, event.logprobs) == ([1, 2, 3], [-1.0, -2.0, -3.0])
+    assert event.weight_versions == (WeightSpan(1, 0, 2), WeightSpan(2, 2, 3))
+    assert (event.request_id, event.replica_id, event.num_cached_tokens) == ("r", "a", 2)
+    assert event.finish_reason is None
+
+
+async def test_spans_cover_the_tokens_of_the_event_alone() -> None:
+    opened = stream()
+    opened.deliver(output([1, 2], (WeightSpan(1, 0, 2),)))
+    await opened.read()
+    opened.deliver(output([3, 4], (WeightSpan(1, 0, 3), WeightSpan(2, 3, 4)), ended=FinishReason.LENGTH))
+    event = await opened.read()
+    assert event.weight_versions == (WeightSpan(1, 2, 3), WeightSpan(2, 3, 4))
+    assert event.finish_reason == "length"
+
+
+async def test_an_ending_without_tokens_is_an_event_too() -> None:
+    opened = stream()
+    opened.deliver(output([], (), ended=FinishReason.FAILED, error="logits are not finite"))
+    event = await opened.read()
+    assert (event.token_ids, event.finish_reason, event.error) == ([], "failed", "logits are not finite")
+
+
+async def test_reading_waits_for_the_next_output() -> None:
+    opened = stream()
+    reading = asyncio.get_running_loop().create_task(opened.read())
+    await asyncio.sleep(0)
+    assert not reading.done()
+    opened.deliver(output([7], (WeightSpan(1, 0, 1),)))
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await reading).token_ids == [7]
+
+
+async def test_a_dead_engine_ends_the_stream_with_what_had_come() -> None:
+    opened = stream()
+    opened.deliver(output([7], (WeightSpan(1, 0, 1),)))
+    opened.fail("the loop has died")
+    event = await opened.read()
+    assert (event.token_ids, event.finish_reason, event.error) == ([7], "failed", "the loop has died")
+
+
+async def test_the_engines_own_ending_wins_over_a_later_failure() -> None:
+    opened = stream()
+    opened.deliver(output([7], (WeightSpan(1, 0, 1),), ended=FinishReason.STOP))
+    opened.fail("the loop has died")
+    event = await opened.read()
+    assert (event.finish_reason, event.error) == ("stop", None)
+
+
+async def test_remaining_tokens_shrink_but_never_to_nothing() -> None:
+    opened = stream(limit=10, expected=2)
+    assert opened.remaining_tokens == 2
+    opened.deliver(output([1, 2, 3], (WeightSpan(1, 0, 3),)))
+    assert opened.remaining_tokens == 1

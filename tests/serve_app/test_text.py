@@ -1,0 +1,148 @@
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from engine import InvalidRequest
+from serve_app.text import Detokeniser, StopMatcher, Tokenizer
+from tests.serve_app.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+
+MARKS = ["e\u0301", "a\u0308\u0323", "\u200d"]
+ALPHABET = [*"abc the\n<", "é", "ß", "日", "本", "語", "👩‍👩‍👧‍👦", "🇩🇪", "😀", *MARKS, "\ufffd"]
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    return Tokenizer(byte_level_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    return Tokenizer(byte_fallback_tokenizer())
+
+
+def random_text(rng: random.Random) -> str:
+    return "".join(rng.choices(ALPHABET, k=rng.randint(0, 25)))
+
+
+def random_chunks(rng: random.Random, ids: Sequence[int]) -> list[Sequence[int]]:
+    chunks, start = [], 0
+    while start < len(ids):
+        end = start + rng.choice([1, 1, 2, 5])
+        chunks.append(ids[start:end])
+        start = end
+    return chunks
+
+
+def streamed(tokenizer: Tokenizer, chunks: Sequence[Sequence[int]]) -> list[str]:
+    detokeniser = Detokeniser(tokenizer)
+    return [*(detokeniser.push(chunk) for chunk in chunks), detokeniser.flush()]
+
+
+def test_streamed_text_is_the_whole_text_for_every_cut(byte_level: Tokenizer) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        ids = byte_level.encode(random_text(rng))
+        ids = ids[: rng.randint(0, len(ids))]
+        assert "".join(streamed(byte_level, random_chunks(rng, ids))) == byte_level.decode(ids)
+
+
+def test_streamed_text_is_the_whole_text_for_random_tokens(byte_level: Tokenizer) -> None:
+    rng = random.Random(2)
+    for _ in range(300):
+        ids = [rng.randrange(300) for _ in range(rng.randint(0, 60))]
+        assert "".join(streamed(byte_level, random_chunks(rng, ids))) == byte_level.decode(ids)
+
+
+def test_no_piece_of_a_valid_text_holds_a_replacement_character(byte_level: Tokenizer) -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        text = random_text(rng).replace("\ufffd", "")
+        assert "\ufffd" not in "".join(streamed(byte_level, [[i] for i in byte_level.encode(text)]))
+
+
+def test_streamed_text_is_the_whole_text_with_byte_tokens_and_stripped_spaces(byte_fallback: Tokenizer) -> None:
+    rng = random.Random(4)
+    for _ in range(300):
+        ids = byte_fallback.encode(random_text(rng))
+        assert "".join(streamed(byte_fallback, random_chunks(rng, ids))) == byte_fallback.decode(ids)
+
+
+def test_an_output_cut_within_a_character_ends_in_one_replacement(byte_level: Tokenizer) -> None:
+    first_byte = byte_level.encode("日")[:1]
+    assert streamed(byte_level, [byte_level.encode("ab"), first_byte]) == ["ab", "", "\ufffd"]
+
+
+def test_special_tokens_are_no_part_of_the_text(byte_level: Tokenizer) -> None:
+    ids = [*byte_level.encode("a"), *byte_level.encode("<|end|>"), *byte_level.encode("b")]
+    assert "".join(streamed(byte_level, [[i] for i in ids])) == "ab"
+
+
+def test_a_flood_of_broken_bytes_keeps_the_window_short(byte_level: Tokenizer) -> None:
+    detokeniser = Detokeniser(byte_level)
+    broken = byte_level.encode("日")[:1]
+    text = ""
+    for _ in range(500):
+        text += detokeniser.push(broken)
+        assert len(detokeniser._window) < 40
+    assert text + detokeniser.flush() == byte_level.decode(broken * 500)
+
+
+def first_completed(text: str, stops: Sequence[str]) -> str:
+    """Cuts a text as a reader would who checks after each character."""
+    for end in range(1, len(text) + 1):
+        starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if starts:
+            return text[: min(starts)]
+    return text
+
+
+def test_stop_strings_cut_where_a_reader_of_single_characters_would() -> None:
+    rng = random.Random(5)
+    for _ in range(3000):
+        text = "".join(rng.choices("ab", k=rng.randint(0, 14)))
+        stops = ["".join(rng.choices("ab", k=rng.randint(1, 4))) for _ in range(rng.randint(0, 3))]
+        matcher, given = StopMatcher(stops), ""
+        for chunk in random_chunks(rng, [ord(c) for c in text]):
+            given += matcher.push("".join(map(chr, chunk)))
+            assert first_completed(text, stops).startswith(given)
+        if not matcher.is_stopped:
+            given += matcher.flush()
+        assert given == first_completed(text, stops)
+
+
+def test_the_head_of_a_stop_string_never_leaks() -> None:
+    matcher = StopMatcher(["</answer>"])
+    assert [matcher.push(piece) for piece in ["42<", "/ans", "wer", ">tail"]] == ["42", "", "", ""]
+    assert matcher.is_stopped
+
+
+def test_what_only_looked_like_a_stop_string_is_given_out() -> None:
+    matcher = StopMatcher(["</answer>"])
+    assert [matcher.push("1 <"), matcher.push(" 2"), matcher.push("<")] == ["1 ", "< 2", ""]
+    assert matcher.flush() == "<"
+
+
+def test_a_chat_is_rendered_up_to_the_answer(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode_chat([{"role": "user", "content": "hi"}])
+    assert byte_level.decode(ids) == "<|user|>hi\n<|assistant|>"
+
+
+def test_a_template_that_refuses_is_an_invalid_request_with_its_message(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="not this word") as caught:
+        byte_level.encode_chat([{"role": "user", "content": "forbidden"}])
+    assert caught.value.param == "messages"
+
+
+def test_a_model_without_a_chat_template_says_so(byte_fallback: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="no chat template"):
+        byte_fallback.encode_chat([{"role": "user", "content": "hi"}])
+
+
+def test_half_a_surrogate_pair_is_refused(byte_level: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        byte_level.encode("a\ud83d")
+
+
+def test_a_single_token_shows_its_text(byte_level: Tokenizer) -> None:
+    assert [byte_level.token_text(i) for i in byte_level.encode("ab<|end|>")][-1] == "<|end|>"
