@@ -270,7 +270,6 @@ class GenerationLoop:
             last_step_s=self._last_step_s,
             steps_total=self._num_steps,
             step_seconds_total=self._step_seconds,
-            paused_seconds_total=self._paused_seconds,
             weight_swaps_total=self._num_swaps,
         )
 

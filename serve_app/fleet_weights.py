@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Any
 
 from engine import (
@@ -43,6 +44,7 @@ RECOVERY_TIMEOUT_S = 10.0
 """For the reports of running replicas after a restart; ten heartbeats."""
 MISSING_PATIENCE = 3
 """Times `forget_after_s`: long enough for Ray to reach a new replica, and for a lost one to be forgotten."""
+SWAP_OUTCOMES = ("committed", "refused", "conflict")
 REPLICA_STATES = ("loading", "ready", "staging", "staged", "paused", "lagging", "unhealthy")
 
 CallAll = Callable[..., Awaitable[list[Any]]]
@@ -70,6 +72,9 @@ class FleetWeights:
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
         self._recorder = Recorder(CONTROLLER_METRICS)
+        for outcome in SWAP_OUTCOMES:
+            # From zero, so that the first swap is a rise.
+            self._recorder.count("pitstop_swaps_total", outcome, amount=0)
 
     async def committed(self) -> CommittedWeights:
         """Gives what every replica has to serve; after a restart only once the replicas were heard."""
@@ -104,6 +109,10 @@ class FleetWeights:
         if in_flight not in IN_FLIGHT_CHOICES:
             raise InvalidRequest(
                 f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}", "in_flight"
+            )
+        if not PurePath(source.path).is_absolute():
+            raise InvalidRequest(
+                f"path is {source.path!r}; it must be absolute, as replicas run in other folders", "path"
             )
         if self._swap_id is not None:
             self._recorder.count("pitstop_swaps_total", "conflict")

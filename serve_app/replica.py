@@ -66,6 +66,7 @@ class EngineReplica:
         self._recorder = Recorder(REPLICA_METRICS)
         self._catching_up: asyncio.Task[bool] | None = None
         self._is_unhealthy = False
+        self._hears_controller = True
         self._confirmation: asyncio.Task[None] | None = None
         model, path = await asyncio.to_thread(_load, settings)
         self._manager = _start_engine(model, settings)
@@ -159,9 +160,10 @@ class EngineReplica:
 
     def __del__(self) -> None:
         """Ends the engine; Serve calls it after the streams have ended or their time is up."""
-        manager = getattr(self, "_manager", None)
-        if manager is not None:
-            self._heartbeat_task.cancel()
+        # Also called where the constructor has failed half-way.
+        if (heartbeat := getattr(self, "_heartbeat_task", None)) is not None:
+            heartbeat.cancel()
+        if (manager := getattr(self, "_manager", None)) is not None:
             manager.stop(block=True, timeout=STOP_TIMEOUT_S, hard_stop=True)
 
     # Inside
@@ -250,13 +252,16 @@ class EngineReplica:
     async def _send_heartbeats(self) -> None:
         interval_s = self._settings.weights.heartbeat_interval_s
         while True:
+            self._check_engine()
             try:
-                self._check_engine()
                 await self._heartbeat()
+                self._hears_controller = True
             except Exception:
                 # Ray raises many kinds while the controller is away; serving goes on, and the next beat tries again.
                 self._recorder.count("pitstop_heartbeat_failures_total", self._rank)
-                logger.exception("event=heartbeat_failed replica=%s", self._replica_id)
+                if self._hears_controller:
+                    logger.exception("event=heartbeat_failed replica=%s", self._replica_id)
+                self._hears_controller = False
             await asyncio.sleep(interval_s)
 
     async def _heartbeat(self) -> None:
@@ -278,6 +283,7 @@ class EngineReplica:
         """Ends every open stream when the engine can no longer do so itself."""
         try:
             self._manager.check_health()
+            self._is_unhealthy = False
         except EngineDead as error:
             self._is_unhealthy = True
             for stream in self._streams.values():

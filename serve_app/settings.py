@@ -118,13 +118,11 @@ class LimitSettings(Section):
     max_queued_requests: requests that may wait in one replica's engine; then callers get 429. Never unlimited here.
     request_timeout_s: seconds a request may take in all, streaming included.
     max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
-    max_prompts_per_request: prompts in one `/v1/completions` call.
     """
 
     max_queued_requests: int = Field(default=512, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
-    max_prompts_per_request: int = Field(default=128, ge=1)
 
 
 class AppSettings(Section):
@@ -201,6 +199,11 @@ def parse_settings(values: Mapping[str, Any]) -> AppSettings:
     except ValidationError as error:
         problems = [_describe(problem) for problem in error.errors(include_url=False)]
         raise ValueError("settings: " + "; ".join(problems)) from None
+
+
+def inherited_environment(*, defaults: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """Gives a child's environment: this process's, with `defaults` where it has nothing, and with `added`."""
+    return {**defaults, **os.environ, **added}
 
 
 def available_cores() -> int:

@@ -49,7 +49,8 @@ def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
     async def status(request: Request) -> JSONResponse:
         key.check(request)
         status = await fleet.status()
-        return JSONResponse({"version": status.committed.version} | asdict(status))
+        shown = asdict(status)
+        return JSONResponse({"version": status.committed.version, "source": shown["committed"]["source"]} | shown)
 
     return routes
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import httpx
+import pytest
 import ray
 from ray import serve
 
@@ -16,6 +17,13 @@ from serve_app.settings import AppSettings
 
 APP_NAME = "pitstop"
 ADMIN_KEY = "a-key-for-tests-only"
+ENVIRONMENT = {
+    "PITSTOP_ADMIN_KEY": ADMIN_KEY,
+    # How `pitstop serve` runs Serve. Ray's processes inherit it; this one has imported Serve already and stays.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
 DEADLINE_S = 60.0
 """For anything that is waited for; a replica starts in about ten seconds on two busy cores."""
 
@@ -26,21 +34,17 @@ T = TypeVar("T")
 def running_app(settings: AppSettings, *, num_cpus: int = 2) -> Iterator[str]:
     """Starts Ray, Serve and the application, and gives the URL of its root."""
     port = _free_port()
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _metrics_export_port=_free_port(),
-    )
-    try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(build_app(settings), name=APP_NAME, route_prefix="/")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        _start_ray(num_cpus)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            serve.run(build_app(settings), name=APP_NAME, route_prefix="/")
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
 
 
 def http_client(url: str) -> httpx.AsyncClient:
@@ -74,3 +78,14 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+def _start_ray(num_cpus: int) -> None:
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _metrics_export_port=_free_port(),
+    )

@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from transformers import AutoModelForCausalLM
 
-from engine import SamplingParams
+from engine import InvalidRequest, SamplingParams, WeightsInvalid
+from serve_app.client import Completion, connect
 from serve_app.metrics import METRICS
 from serve_app.settings import AppSettings, parse_settings
 from tests.serve_app.running_app import (
@@ -69,11 +70,8 @@ def settings(folders: dict[str, str]) -> AppSettings:
 
 @pytest.fixture(scope="module")
 def url(settings: AppSettings) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PITSTOP_ADMIN_KEY", ADMIN_KEY)
-        patch.setenv("RAY_SERVE_LOG_TO_STDERR", "0")
-        with running_app(settings) as root:
-            yield root
+    with running_app(settings) as root:
+        yield root
 
 
 @pytest.fixture
@@ -323,6 +321,25 @@ async def test_a_swap_under_load_fails_no_stream_and_forgets_the_old_prefixes(
     assert {replica["version"] for replica in status["replicas"]} == {before + 1}
 
 
+async def test_the_python_client_generates_swaps_and_raises_the_engines_errors(
+    http: httpx.AsyncClient, folders: dict[str, str]
+) -> None:
+    llm = connect(APP_NAME)
+    sampling = SamplingParams(temperature=0.0, max_new_tokens=12, eos_token_ids=(), logprobs=True)
+    good, empty, foreign = await llm.generate_batch([PROMPT, [], [10**6]], sampling)
+    assert isinstance(empty, InvalidRequest)
+    assert isinstance(foreign, InvalidRequest)
+    assert isinstance(good, Completion)
+    assert good.token_ids == (await complete(http, max_tokens=12))["choices"][0]["token_ids"]
+    assert len(good.logprobs) == 12
+    with pytest.raises(WeightsInvalid, match=r"mlp\.down_proj\.weight"):
+        await llm.swap_weights(folders["missing"])
+    result = await llm.swap_weights(folders["third"])
+    assert (await llm.status()).committed.version == result.version == await committed(http)
+    tokens = [token async for event in llm.generate(PROMPT, sampling) for token in event.token_ids]
+    assert tokens == expected_tokens(folders["third"], num_tokens=12)
+
+
 async def test_aborting_requests_in_flight_is_the_callers_choice(
     http: httpx.AsyncClient, folders: dict[str, str]
 ) -> None:
@@ -421,7 +438,7 @@ async def test_a_killed_replica_ends_its_streams_clearly_and_is_replaced(
 async def test_a_killed_controller_recovers_the_version_from_the_replicas(
     http: httpx.AsyncClient, folders: dict[str, str]
 ) -> None:
-    before = await fleet(http)
+    before = (await fleet(http))["committed"]
     assert before["version"] > 1
     kill_actor_of("WeightController")
 
@@ -429,7 +446,7 @@ async def test_a_killed_controller_recovers_the_version_from_the_replicas(
         return (await http.get("/admin/weights")).status_code
 
     await eventually(status_code, until=lambda code: code == 200)
-    after = await fleet(http)
+    after = (await fleet(http))["committed"]
     assert (after["version"], after["source"]) == (before["version"], before["source"])
     await eventually(lambda: has_replicas(http, 2), until=bool)
     response = await swap(http, folders["base"])

@@ -171,6 +171,11 @@ async def test_an_unknown_choice_for_requests_in_flight_is_refused(fleet: Fleet,
         await fleet.swap(folders["second"], in_flight="kill")
 
 
+async def test_a_relative_path_is_refused(fleet: Fleet) -> None:
+    with pytest.raises(InvalidRequest, match="must be absolute"):
+        await fleet.swap("weights/second")
+
+
 async def test_the_second_of_two_swaps_is_told_the_first_ones_id(fleet: Fleet, folders: dict[str, str]) -> None:
     first = asyncio.get_running_loop().create_task(fleet.swap(folders["second"]))
     await asyncio.sleep(0)  # lets the first one start

@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.serve_app.packaged_model import CHAT_TEMPLATE, make_packaged_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from serve_app.model_store import (
@@ -16,6 +15,7 @@ from serve_app.model_store import (
     model_folder,
     resolve_model,
 )
+from tests.serve_app.packaged_model import CHAT_TEMPLATE, make_packaged_model
 
 KILL_WHILE_CONVERTING = """
 import os, signal, sys

@@ -288,7 +288,7 @@ async def test_the_weights_are_swapped_with_the_admin_key(http: httpx.AsyncClien
     swapped = (await http.post("/admin/weights", json=body, headers=headers)).json()
     assert (swapped["version"], swapped["paused_s"]) == (2, 0.04)
     shown = (await http.get("/admin/weights", headers=headers)).json()
-    assert shown["version"] == 1
+    assert (shown["version"], shown["source"], shown["swap_in_progress"]) == (1, None, None)
     assert [(r["replica_id"], r["version"], r["state"]) for r in shown["replicas"]] == [("fake", 1, "ready")]
 
 

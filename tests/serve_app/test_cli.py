@@ -1,0 +1,236 @@
+import json
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_app.cli import main
+from serve_app.cli.key_file import ensure_key_file, find_admin_key
+from serve_app.cli.serve_config import Overrides, read_config
+from serve_app.cli.startup import failure_in
+
+CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
+HUGE_BYTES = 2**43
+"""Of a sparse file: nothing is stored, and no machine's memory holds it."""
+
+
+@pytest.fixture(autouse=True)
+def _without_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PITSTOP_ADMIN_KEY", raising=False)
+    monkeypatch.delenv("PITSTOP_ADMIN_KEY_FILE", raising=False)
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """The exit status of the command line."""
+    monkeypatch.setattr("sys.argv", ["pitstop", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def refusal(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line on stderr."""
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    return output.err
+
+
+def make_model(folder: Path, *, weights_bytes: int = 8) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"dtype": "float32"}))
+    (folder / "model.safetensors").touch()
+    os.truncate(folder / "model.safetensors", weights_bytes)
+    return folder
+
+
+def test_serve_names_a_taken_port(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert run(monkeypatch, "serve", CONFIG, "--port", str(port)) == 1
+    assert f"port {port} on 127.0.0.1 is in use" in refusal(capsys)
+
+
+def test_serve_says_how_to_get_the_default_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    assert run(monkeypatch, "serve", CONFIG, "--port", str(free_port), "--cache-dir", tmp_path) == 1
+    assert "run `pitstop fetch`" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [(".", "does not exist"), ("config.json", "holds no config.json"), ("model.safetensors", "holds no *.safetensors")],
+)
+def test_serve_names_what_a_model_folder_lacks(
+    missing: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    folder = tmp_path / "model"
+    if missing != ".":
+        (make_model(folder) / missing).unlink()
+    options = ("--port", str(free_port), "--model", folder, "--cache-dir", tmp_path / "cache")
+    assert run(monkeypatch, "serve", CONFIG, *options) == 1
+    assert reason in refusal(capsys)
+
+
+def test_serve_compares_the_model_with_free_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    folder = make_model(tmp_path / "model", weights_bytes=HUGE_BYTES)
+    options = ("--port", str(free_port), "--model", folder, "--replicas", "2", "--cache-dir", tmp_path / "cache")
+    assert run(monkeypatch, "serve", CONFIG, *options) == 1
+    assert "2 replica(s) of model need about 16386.0 GiB" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is not YAML"),
+        ("applications: []", "is no Serve config"),
+        ("applications: 3", "is no Serve config"),
+        ("applications: [{import_path: 'other:app'}]", "is no Serve config"),
+        ("http_options: {port: 0}\napplications: [{import_path: 'serve_app.app:build_app'}]", "a port is 1 to 65535"),
+    ],
+)
+def test_serve_refuses_a_file_that_is_no_config(
+    text: str, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(text)
+    assert run(monkeypatch, "serve", config) == 1
+    assert reason in refusal(capsys)
+
+
+def test_serve_names_a_setting_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["applications"][0]["args"]["replicas"]["most"] = 2
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    assert run(monkeypatch, "serve", config, "--port", str(free_port)) == 1
+    assert "replicas.most is not a setting" in refusal(capsys)
+
+
+def test_overrides_change_three_things_and_nothing_else(tmp_path: Path) -> None:
+    rendered = tmp_path / "rendered.yaml"
+    config = read_config(CONFIG, Overrides(port=8123, model="/some/folder", replicas=2))
+    config.write(rendered)
+    expected = yaml.safe_load(CONFIG.read_text())
+    expected["http_options"]["port"] = 8123
+    expected["applications"][0]["args"]["model"] = "/some/folder"
+    expected["applications"][0]["args"]["replicas"] |= {"min": 2, "max": 2}
+    assert yaml.safe_load(rendered.read_text()) == expected
+    assert config.url == "http://127.0.0.1:8123"
+
+
+def test_the_made_up_key_is_the_owners_alone_and_stays(tmp_path: Path) -> None:
+    path = ensure_key_file(tmp_path / "cache")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    key = find_admin_key(None, None, cache_dir=tmp_path / "cache")
+    assert len(key) >= 32
+    path.chmod(0o644)
+    assert ensure_key_file(tmp_path / "cache") == path
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert find_admin_key(None, None, cache_dir=tmp_path / "cache") == key
+    assert find_admin_key("from the environment", path, cache_dir=tmp_path) == "from the environment"
+
+
+@contextmanager
+def admin_server(status: int, body: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """An HTTP server that gives one answer; yields its URL and what it was asked."""
+    asked: list[dict[str, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent = self.rfile.read(int(self.headers["content-length"]))
+            asked.append({"path": self.path, "key": self.headers["authorization"], "body": json.loads(sent)})
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, format: str, *arguments: object) -> None:  # named so by the base class
+            """Keep the output for what is tested."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_swap_sends_an_absolute_folder_with_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    key_file = ensure_key_file(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY_FILE", str(key_file))
+    result = {"version": 2, "replicas": ["a", "b"], "paused_s": 0.04, "total_s": 1.5}
+    with admin_server(200, result) as (url, asked):
+        assert run(monkeypatch, "swap", "--path", "new", "--in-flight", "abort", "--url", url) == 0
+    assert asked == [
+        {
+            "path": "/admin/weights",
+            "key": f"Bearer {key_file.read_text().strip()}",
+            "body": {"source": {"path": str(tmp_path / "new")}, "in_flight": "abort", "cast": False},
+        }
+    ]
+    assert "version 2 is committed on 2 replica(s); longest pause 40 ms" in capsys.readouterr().out
+
+
+def test_swap_repeats_the_reason_of_a_refusal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some key")
+    with admin_server(400, {"error": {"message": "tensor lm_head.weight is missing"}}) as (url, _):
+        assert run(monkeypatch, "swap", "--path", tmp_path, "--url", url) == 1
+    assert "pitstop: tensor lm_head.weight is missing (HTTP 400)" in capsys.readouterr().err
+
+
+def test_status_says_when_nothing_listens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some key")
+    assert run(monkeypatch, "status", "--url", f"http://127.0.0.1:{free_port}") == 1
+    assert f"nothing answers at http://127.0.0.1:{free_port}/admin/weights" in refusal(capsys)
+
+
+def test_a_failed_deployment_is_told_by_the_last_line_of_its_traceback() -> None:
+    healthy = {"status": "HEALTHY", "message": ""}
+    broken = {
+        "status": "UPDATING",
+        "message": "A replica failed to start with exception. Retrying 5 more time(s). Error:\n"
+        "\x1b[36mray::ServeReplica\x1b[39m (pid=1)\n  File 'x', line 1\nUnsupportedModel: mamba keeps no KV cache\n",
+    }
+    assert failure_in({"status": "DEPLOYING", "message": "", "deployments": {"Router": healthy}}) is None
+    assert (
+        failure_in({"status": "DEPLOYING", "message": "", "deployments": {"Router": healthy, "EngineReplica": broken}})
+        == "EngineReplica: UnsupportedModel: mamba keeps no KV cache"
+    )
+    failed = {"status": "DEPLOY_FAILED", "message": "Traceback:\n  ...\nValueError: settings: x\n", "deployments": {}}
+    assert failure_in(failed) == "ValueError: settings: x"
