@@ -3,15 +3,21 @@
 The object a caller makes is never written to; what a model and a device make of it is a `ResolvedConfig`.
 """
 
+import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 DEFAULT_MAX_BATCH_TOKENS = 8192
 """The reference's value; on a CPU the step-time bound of the loop usually cuts in first."""
 DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
+DEPRECATED = {
+    "use_default_compile_configs": "use default_compile_level, of which True is level 1",
+    "max_cached_graphs": "the number of graphs is not limited any more",
+    "block_size": "use page_size",
+}
 
 
 @pydantic_dataclass(
@@ -27,8 +33,10 @@ class ContinuousBatchingConfig:
     max_memory_percent: share of free memory the cache may take; None is 0.9, with sampling 0.8, on a CPU 0.6.
     max_requests_per_batch: requests running at once; None takes the workload hints, else 1024.
     allow_block_sharing: reuse blocks of equal prefixes.
-    scheduler_type: "fifo" (decode first).
-    safety_margin: share of the blocks below which no further request is admitted; None is 0.15.
+    scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
+    safety_margin: share of the blocks below which no further request is admitted; None is 0.15, prefill_first 0.
+    cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes what is free.
+    cpu_offload_space_safety_threshold: share of the machine's memory that the host tier never exceeds.
     return_logprobs: log-probabilities for every request that does not say otherwise.
     seed: derives the seed of requests that bring none; None draws it at random.
     max_queue_size: requests that may wait; 0 is unlimited.
@@ -64,6 +72,23 @@ class ContinuousBatchingConfig:
     use_default_compile_configs: bool | None = None
     max_cached_graphs: int | None = None
     block_size: int | None = Field(default=None, ge=4)
+
+    @model_validator(mode="after")
+    def _warn_of_deprecated(self) -> Self:
+        for name, remedy in DEPRECATED.items():
+            if getattr(self, name) is not None:
+                warnings.warn(f"{name} is deprecated: {remedy}", FutureWarning, stacklevel=4)
+        return self
+
+    @property
+    def tokens_per_block(self) -> int:
+        """`page_size`, or what its deprecated name says."""
+        return self.block_size or self.page_size
+
+    @property
+    def compile_level(self) -> int:
+        """`default_compile_level`, or what its deprecated name says."""
+        return self.default_compile_level or int(bool(self.use_default_compile_configs))
 
 
 @dataclass(frozen=True, slots=True)

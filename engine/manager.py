@@ -32,6 +32,7 @@ from engine.weights import StagedWeights
 
 EXIT_JOIN_S = 5.0
 """How long the interpreter waits at its end for the step in progress."""
+KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 IN_FLIGHT_CHOICES = ("keep", "recompute", "abort")
 
 logger = logging.getLogger(__name__)
@@ -144,6 +145,20 @@ class ContinuousBatchingManager:
         self._is_destroyed = True
         if self._thread is not None:
             self.stop(hard_stop=True)
+
+    def switch_to_cb_friendly_attn(
+        self,
+        model: PreTrainedModel,
+        auto_switch_to_flash: bool = True,  # noqa: ARG002  # the engine's own attention has nothing to switch to
+    ) -> None:
+        """Checks that the engine can stand in for the model's attention; nothing of the model is changed.
+
+        The engine takes over for the length of each forward pass and gives back what it found, so there is nothing to
+        switch and nothing to restore. Raises ValueError for an implementation that it does not know.
+        """
+        implementation = model.config._attn_implementation
+        if implementation not in KNOWN_ATTENTION:
+            raise ValueError(f"attention {implementation!r} is not one of {', '.join(KNOWN_ATTENTION)}")
 
     def warmup(self) -> None:
         """Prepares what a first step would otherwise have to; there is nothing to capture without CUDA graphs."""

@@ -34,9 +34,7 @@ NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
     "use_cuda_graph": (None, False, (False, False)),
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
-    "default_compile_level": (0,),
-    "use_default_compile_configs": (None, False),
-    "max_cached_graphs": (None,),
+    "compile_level": (0,),
     "q_padding_interval_size": (0,),
     "kv_padding_interval_size": (0,),
     "max_blocks_per_request": (None, 0),
@@ -59,7 +57,7 @@ def resolve_config(
                 param=name,
             )
     hints = hints or WorkloadHints()
-    page_size = config.block_size or config.page_size
+    page_size = config.tokens_per_block
     on_cpu = model.device.type == "cpu"
     shape = describe(model)
     max_batch_tokens = config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS
