@@ -53,6 +53,18 @@ def token_ids(*, minimum: int = 0) -> Check:
     return lambda name, value: _ids(name, value, minimum)
 
 
+def watermark_keys(*, maximum: int) -> Check:
+    """A list of integers, one for each depth of a watermark, as a tuple."""
+
+    def check(name: str, value: Any) -> tuple[int, ...]:
+        keys = tuple(integer(minimum=0, maximum=maximum)(name, key) for key in _items(name, value, "a list of keys"))
+        if not keys:
+            _refuse(name, value, "it must hold at least one key")
+        return keys
+
+    return check
+
+
 def one_or_more_token_ids(name: str, value: Any) -> tuple[int, ...]:
     """One token id or a list of them, as a tuple."""
     return _ids(name, value if isinstance(value, list | tuple) else (value,), 0)

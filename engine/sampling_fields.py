@@ -35,19 +35,20 @@ PROCESSOR_OFF_VALUES: dict[str, object] = {
 WARPER_OFF_VALUES: dict[str, object] = {"min_p": 0, "top_h": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 """The same for those that act only where the temperature is above 0."""
 
+_MAX_INT64 = 2**63 - 1
 _WATERMARKS: tuple[dict[str, ranges.Check], ...] = (
     {
         "greenlist_ratio": ranges.number(minimum=0, maximum=1, excluding=(0, 1)),
         "bias": ranges.number(minimum=-inf),
-        "hashing_key": ranges.integer(minimum=1),
+        "hashing_key": ranges.integer(minimum=1, maximum=_MAX_INT64),
         "seeding_scheme": ranges.choice("lefthash", "selfhash"),
         "context_width": ranges.integer(minimum=1),
     },
     {
         "ngram_len": ranges.integer(minimum=2),
-        "keys": ranges.token_ids(),
+        "keys": ranges.watermark_keys(maximum=_MAX_INT64),
         "context_history_size": ranges.integer(minimum=1),
-        "sampling_table_seed": ranges.integer(minimum=0),
+        "sampling_table_seed": ranges.integer(minimum=0, maximum=_MAX_INT64),
         "sampling_table_size": ranges.integer(minimum=1, maximum=2**24),
         "skip_first_ngram_calls": ranges.flag,
         "debug_mode": ranges.flag,

@@ -72,21 +72,22 @@ class ProcessorBuilder:
         method: Any = getattr(model, "_get_logits_processor", None)
         self.is_custom = getattr(method, "__func__", None) is not GenerationMixin._get_logits_processor
         """The model's class has processors of its own, whatever a request asks for."""
+        self._drop_foreign = drop_foreign
+        self._dropped: set[str] = set()
         self._watermarks: WeakValueDictionary[tuple[Any, ...], WatermarkLogitsProcessor] = WeakValueDictionary()
-        self._refuse_foreign(drop_foreign)
+        if self.is_custom:
+            self._without_foreign(self._build([0], SamplingParams(temperature=1.0, top_k=0, top_p=1.0)))
 
     def build(self, request: ActiveRequest) -> RowProcessors:
         """Gives the processors of one request; it may raise whatever the model's class raises."""
         sampling, device = request.sampling, self._model.device
-        kept = [item for item in self._build(request.prompt_ids, sampling) if not _is_foreign(item)]
+        kept = self._without_foreign(self._build(request.prompt_ids, sampling))
         own = {}
         while kept and isinstance(kept[-1], _SAMPLERS_OWN):
             own[type(kept.pop())] = True
         assert sampling.seed is not None
         row = SamplingRow(
-            temperature=0.0
-            if not sampling.temperature
-            else _left(own, TemperatureLogitsWarper, sampling.temperature, 1.0),
+            temperature=_left(own, TemperatureLogitsWarper, sampling.temperature, 1.0) if sampling.temperature else 0.0,
             top_k=int(_left(own, TopKLogitsWarper, sampling.top_k, 0)),
             top_p=_left(own, TopPLogitsWarper, sampling.top_p, 1.0),
             seed=sampling.seed,
@@ -94,19 +95,18 @@ class ProcessorBuilder:
         )
         return RowProcessors(kept, row, TokenHistory(device))
 
-    def _refuse_foreign(self, drop_foreign: bool) -> None:
-        if not self.is_custom:
-            return
-        probe = SamplingParams(temperature=1.0, top_k=0, top_p=1.0)
-        names = sorted({type(item).__name__ for item in self._build([0], probe) if _is_foreign(item)})
-        if names and not drop_foreign:
+    def _without_foreign(self, processors: list[LogitsProcessor]) -> list[LogitsProcessor]:
+        names = {type(item).__name__ for item in processors if _is_foreign(item)}
+        if names and not self._drop_foreign:
             raise InvalidRequest(
-                f"{type(self._model).__name__} adds {', '.join(names)}, which is not a processor of transformers; set"
+                f"{type(self._model).__name__} adds {', '.join(sorted(names))}, which is not of transformers; set"
                 " drop_unsupported_processors=True to generate without it",
                 param="drop_unsupported_processors",
             )
-        if names:
-            logger.warning("processors that are not of transformers are dropped processors=%s", ",".join(names))
+        for name in sorted(names - self._dropped):
+            logger.warning("a processor that is not of transformers is dropped processor=%s", name)
+        self._dropped |= names
+        return [item for item in processors if not _is_foreign(item)]
 
     def _build(self, prompt_ids: list[int], sampling: SamplingParams) -> list[LogitsProcessor]:
         config = _generation_config(prompt_ids, sampling)
