@@ -121,6 +121,7 @@ class GenerationLoop:
             self._stats,
             num_waiting=self.num_waiting,
             is_paused=self._is_parked and self._num_pauses > 0,
+            paused_seconds_total=self._paused_seconds,
             is_alive=self._is_running and self.fatal_error is None,
         )
 
