@@ -1,6 +1,7 @@
 """`pitstop serve`: check, render the config, run `serve run` as a child, wait until ready, supervise, end all."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -38,7 +39,10 @@ class Stopped(BaseException):
 
 
 def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
-    """Serve until a signal or the child's end. Raises CommandFailed; leaves no process behind in either case."""
+    """Serve until a signal, which ends this process, or the child's end, which raises CommandFailed.
+
+    Leaves no process behind in either case.
+    """
     config = read_config(config_file, overrides)
     check_port(config.host, config.port)
     environment = _check_application(config, cache_dir=cache_dir)
@@ -52,10 +56,17 @@ def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
             startup = Startup(child=child, log_file=rendered.with_suffix(".log"), config=config)
             _run(startup)
     except Stopped:
-        return
-    finally:
-        with _handling(signal.SIG_IGN), progress("stopping"):
-            end_all(child)
+        _end(child)
+        # All that was started has ended. Unloading torch would take seconds more of the ten that a stop may take.
+        os._exit(0)
+    except BaseException:
+        _end(child)
+        raise
+
+
+def _end(child: subprocess.Popen[bytes] | None) -> None:
+    with _handling(signal.SIG_IGN), progress("stopping"):
+        end_all(child)
 
 
 def _run(startup: Startup) -> None:
