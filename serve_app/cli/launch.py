@@ -17,7 +17,7 @@ from serve_app.cli.admin import DEFAULT_URL
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import ensure_key_file
 from serve_app.cli.preflight import check_memory, check_port, locate_model
-from serve_app.cli.processes import end_all, start_child
+from serve_app.cli.processes import end_supervised, start_supervised
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
 from serve_app.cli.startup import Startup
@@ -52,7 +52,7 @@ def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
     try:
         with _stop_on_signal():
             command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(rendered)]
-            child = start_child(command, environment=environment, log_file=rendered.with_suffix(".log"))
+            child = start_supervised(command, environment=environment, log_file=rendered.with_suffix(".log"))
             startup = Startup(child=child, log_file=rendered.with_suffix(".log"), config=config)
             _run(startup)
     except Stopped:
@@ -65,8 +65,9 @@ def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
 
 
 def _end(child: subprocess.Popen[bytes] | None) -> None:
-    with _handling(signal.SIG_IGN), progress("stopping"):
-        end_all(child)
+    if child is not None:
+        with _handling(signal.SIG_IGN), progress("stopping"):
+            end_supervised(child)
 
 
 def _run(startup: Startup) -> None:

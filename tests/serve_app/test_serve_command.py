@@ -25,7 +25,7 @@ READY_S = 240.0
 """Twenty seconds on an idle machine; tests share two cores with others."""
 GONE_S = 10.0
 KILLED_GONE_S = 20.0
-"""After kill -9 of the launcher nobody supervises: Ray ends by itself."""
+"""After kill -9 of the launcher its supervisor ends the rest: in ten seconds, too, but nobody waits for it."""
 
 
 @dataclass
@@ -117,9 +117,9 @@ def test_a_signal_during_start_up_leaves_no_process(model_folder: Path, tmp_path
         assert alive(processes) == []
 
 
-def test_a_killed_launcher_takes_ray_with_it(model_folder: Path, tmp_path: Path) -> None:
+def test_a_killed_launcher_takes_everything_with_it(model_folder: Path, tmp_path: Path) -> None:
     with launched(model_folder, tmp_path) as launcher:
-        wait_until(lambda: any("raylet" in child.name() for child in launcher.descendants()), deadline_s=READY_S)
+        launcher.wait_until_ready()
         processes = launcher.descendants()
         launcher.process.kill()
         _, left = psutil.wait_procs(processes, timeout=KILLED_GONE_S)
