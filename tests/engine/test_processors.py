@@ -3,6 +3,7 @@
 import copy
 import gc
 import logging
+import weakref
 from collections.abc import Callable
 from functools import cache
 from types import MethodType
@@ -25,9 +26,11 @@ from transformers import (
 )
 
 from engine import FinishReason, InvalidRequest, RequestStatus, SamplingParams, generate_batch
+from engine.active_request import ActiveRequest
 from engine.generation_defaults import REFUSED, WITHOUT_EFFECT, generation_defaults
 from engine.request import GenerationOutput
 from engine.sampling.history import TokenHistory
+from engine.sampling.processors import ProcessorBuilder
 from engine.sampling_fields import CHECKS
 
 NUM_NEW = 14
@@ -232,6 +235,26 @@ def test_keywords_of_a_request_are_the_fields_of_its_sampling() -> None:
             manager.add_request([1], repetition_penalty=-1)
     with running(model()) as manager, pytest.raises(InvalidRequest, match="min_p needs per_request_processors=True"):
         manager.add_request([1], min_p=0.1)
+
+
+def test_a_total_length_bounds_a_request_that_names_no_number_of_tokens() -> None:
+    prompt = PROMPTS[1]
+    for fields in ({"max_length": 26}, {"max_length": 26, "max_new_tokens": 9}):
+        expected = by_generate(prompt, **fields)
+        (output,) = generate_batch(model(), [prompt], GenerationConfig(**fields)).values()
+        assert output.generated_tokens == expected
+    (output,) = generate_batch(model(), [prompt], GenerationConfig(max_length=21)).values()
+    assert "more than the 21 that fit" in (output.error or "")
+
+
+def test_requests_of_one_watermark_share_its_table() -> None:
+    sampling = as_sampling({"watermarking_config": WatermarkingConfig()}, seed=1)
+    builder = ProcessorBuilder(model())
+    first, second = (builder.build(ActiveRequest(name, [1], sampling, created_time=0.0)) for name in "ab")
+    assert first._processors[0].fixed_table is second._processors[0].fixed_table
+    table = weakref.ref(first._processors[0])
+    del first, second
+    assert table() is None
 
 
 # Stop strings and time
