@@ -1,6 +1,7 @@
 """`pitstop serve`: check, render the config, run `serve run` as a child, wait until ready, supervise, end all."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,7 @@ from serve_app.cli.admin import DEFAULT_URL
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import ensure_key_file
 from serve_app.cli.preflight import check_memory, check_port, locate_model
-from serve_app.cli.processes import end_all, start_child
+from serve_app.cli.processes import end_supervised, start_supervised
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
 from serve_app.cli.startup import Startup
@@ -38,7 +39,10 @@ class Stopped(BaseException):
 
 
 def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
-    """Serve until a signal or the child's end. Raises CommandFailed; leaves no process behind in either case."""
+    """Serve until a signal, which ends this process, or the child's end, which raises CommandFailed.
+
+    Leaves no process behind in either case.
+    """
     config = read_config(config_file, overrides)
     check_port(config.host, config.port)
     environment = _check_application(config, cache_dir=cache_dir)
@@ -48,14 +52,22 @@ def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
     try:
         with _stop_on_signal():
             command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(rendered)]
-            child = start_child(command, environment=environment, log_file=rendered.with_suffix(".log"))
+            child = start_supervised(command, environment=environment, log_file=rendered.with_suffix(".log"))
             startup = Startup(child=child, log_file=rendered.with_suffix(".log"), config=config)
             _run(startup)
     except Stopped:
-        return
-    finally:
+        _end(child)
+        # All that was started has ended. Unloading torch would take seconds more of the ten that a stop may take.
+        os._exit(0)
+    except BaseException:
+        _end(child)
+        raise
+
+
+def _end(child: subprocess.Popen[bytes] | None) -> None:
+    if child is not None:
         with _handling(signal.SIG_IGN), progress("stopping"):
-            end_all(child)
+            end_supervised(child)
 
 
 def _run(startup: Startup) -> None:

@@ -1,15 +1,16 @@
-"""Starting one child and, at the end, every process that came of it (Linux).
+"""One command below a supervisor, so that nothing of it outlives `pitstop serve`, however that ends (Linux).
 
-Ray's processes put themselves into other sessions and overwrite their environment, so neither finds them all. Being
-their subreaper does: whoever loses its parent becomes this process's child, and so stays below it until it is killed.
-For the case that this process is itself killed, the child asks the kernel for a SIGTERM at its parent's death; Ray's
-processes end with the child in the same way.
+Ray's processes put themselves into other sessions, overwrite their environment, and some stay when Ray itself is
+killed. The supervisor (`supervisor.py`) is their subreaper: whoever loses its parent becomes its child, so it finds
+them all. It is asked to end everything by SIGTERM, and the kernel sends it one when `pitstop serve` dies.
 """
 
 import ctypes
+import functools
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,55 +22,69 @@ PR_SET_CHILD_SUBREAPER = 36
 """Numbers of <linux/prctl.h>."""
 GRACE_S = 4.0
 """For an orderly end, which takes 3 s without streams; open streams would hold it up for as long as they last."""
-KILL_S = 5.0
-"""Until the killed are gone: milliseconds, on an overloaded machine seconds. In all it stays below ten."""
+KILL_S = 4.0
+"""Until the killed are gone: milliseconds, on an overloaded machine seconds."""
+SUPERVISOR_S = 9.0
+"""For the supervisor to end everything; a signal has to be obeyed within ten."""
 POLL_S = 0.1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def start_child(command: list[str], *, environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
-    """Start command in a session of its own, so that Ctrl-C in the terminal reaches only this process.
+def start_supervised(command: list[str], *, environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
+    """Start command below a supervisor; returns the supervisor, which ends when the command has ended.
 
     Call it from the main thread: the death signal is bound to the thread that forks. Output goes to log_file, which is
-    begun anew.
+    begun anew. The new session keeps Ctrl-C in the terminal from everybody but this process.
     """
-    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     log_file.parent.mkdir(parents=True, exist_ok=True)
     with log_file.open("wb") as log:
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "serve_app.cli.supervisor", *command],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=functools.partial(_ask_for_death_signal, signal.SIGTERM),
         )
 
 
-def end_all(child: subprocess.Popen[bytes] | None) -> None:
+def end_supervised(supervisor: subprocess.Popen[bytes]) -> None:
+    """Return when everything below the supervisor has ended; kills the supervisor should it not manage."""
+    supervisor.terminate()
+    try:
+        supervisor.wait(SUPERVISOR_S)
+    except subprocess.TimeoutExpired:
+        supervisor.kill()
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of all its descendants that lose theirs."""
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def start_below(command: list[str]) -> subprocess.Popen[bytes]:
+    """Start command so that the kernel kills it when this process dies.
+
+    By SIGKILL, which Ray's servers pass on: while Ray starts, nobody may look at a SIGTERM.
+    """
+    return subprocess.Popen(command, preexec_fn=functools.partial(_ask_for_death_signal, signal.SIGKILL))
+
+
+def end_descendants(child: subprocess.Popen[bytes]) -> None:
     """Ask the child to end, as Ctrl-C does; after the grace period kill whatever is left below this process."""
-    if child is not None and child.poll() is None:
-        child.send_signal(signal.SIGINT)
-        _wait(child)
+    child.send_signal(signal.SIGINT)
+    try:
+        child.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        child.kill()
     deadline = time.monotonic() + KILL_S
-    while (left := _descendants()) and time.monotonic() < deadline:
+    while (left := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for process in left:
             _kill(process)
         time.sleep(POLL_S)
         _reap()
-
-
-def _wait(child: subprocess.Popen[bytes]) -> None:
-    try:
-        child.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        return
-
-
-def _descendants() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def _kill(process: psutil.Process) -> None:
@@ -88,6 +103,6 @@ def _reap() -> None:
         return
 
 
-def _end_with_parent() -> None:
-    """Run in the child between fork and exec."""
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _ask_for_death_signal(number: signal.Signals) -> None:
+    """Have the kernel send the signal when the parent dies. Runs in the child between fork and exec."""
+    _libc.prctl(PR_SET_PDEATHSIG, number)

@@ -6,7 +6,7 @@ Serve's command does not notice a failed deployment, so its REST interface is as
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class Startup:
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.config.url}/ready", timeout=REQUEST_TIMEOUT_S).status_code == httpx.codes.OK
+            return _get(f"{self.config.url}/ready").status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
 
@@ -77,9 +77,7 @@ class Startup:
         if address is None:
             return None
         try:
-            response = httpx.get(
-                f"{address.group(1)}/api/serve/applications/", headers=_ray_credentials(), timeout=REQUEST_TIMEOUT_S
-            )
+            response = _get(f"{address.group(1)}/api/serve/applications/", headers=_ray_credentials())
             found: dict[str, Any] | None = response.json()["applications"].get(self.config.name)
         except (httpx.HTTPError, ValueError, KeyError):
             return None
@@ -103,6 +101,11 @@ def _last_line(traceback: str) -> str:
     """The line of a traceback that names the error; it is the last one."""
     lines = [line.strip() for line in TERMINAL_CODES.sub("", traceback).splitlines() if line.strip()]
     return lines[-1] if lines else "Serve gave no reason"
+
+
+def _get(url: str, *, headers: Mapping[str, str] | None = None) -> httpx.Response:
+    # What the environment says of proxies is not meant for this machine's own addresses.
+    return httpx.get(url, headers=headers, timeout=REQUEST_TIMEOUT_S, trust_env=False)
 
 
 def _ray_credentials() -> dict[str, str]:

@@ -1,6 +1,8 @@
 """The root property: what the engine generates equals plain `generate`, however the work is cut up and shared."""
 
+import random
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from engine_runs import DEADLINE_S, greedy, prompt_of, result_of, run_all, runni
 from tiny_models import SLIDING_WINDOW, SUPPORTED, VOCAB_SIZE, tiny_model
 from transformers import GenerationConfig, PreTrainedModel
 
-from engine import SamplingParams, generate_batch
+from engine import RequestStatus, SamplingParams, generate_batch, stage_weights
 
 NUM_NEW = 20
 SYSTEM_PROMPT = prompt_of(40, seed=9)
@@ -171,6 +173,36 @@ def test_streamed_tokens_add_up_to_the_whole() -> None:
         request_id = manager.add_request(PROMPTS[7], max_new_tokens=NUM_NEW, streaming=True)
         pieces = [output.new_tokens for output in manager.request_id_iter(request_id)]
     assert [token for piece in pieces for token in piece] == answers[7]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_walk_over_everything_changes_no_answer(seed: int, tmp_path: Path) -> None:
+    model, answers = model_and_answers("llama")
+    model.save_pretrained(tmp_path)
+    walk = random.Random(seed)
+    expected: dict[str, list[int]] = {}
+    with running(model, num_blocks=walk.choice([8, 12, 30]), max_batch_tokens=walk.choice([9, 40, 256])) as manager:
+        for number in range(60):
+            action = walk.random()
+            if action < 0.7:
+                index, num_new, request_id = walk.randrange(len(PROMPTS)), walk.randint(1, NUM_NEW), f"r{number}"
+                streaming = walk.random() < 0.2
+                manager.add_request(PROMPTS[index], request_id, num_new, streaming, cache_salt=walk.choice([None, "a"]))
+                expected[request_id] = answers[index][:num_new]
+            elif action < 0.85:
+                manager.cancel_request(f"r{walk.randrange(number + 1)}")
+            elif action < 0.93:
+                with manager.pause(weights_changed=walk.random() < 0.5):
+                    manager._loop._scheduler.check_invariants()
+            else:
+                # The same weights again: a new version with the same answers.
+                staged = stage_weights(model, str(tmp_path))
+                manager.commit_weights(staged, in_flight=walk.choice(["keep", "recompute"]))
+        for request_id, tokens in expected.items():
+            *_, last = manager.request_id_iter(request_id)
+            generated = list(last.generated_tokens)
+            assert last.error is None
+            assert generated == (tokens if last.status is RequestStatus.FINISHED else tokens[: len(generated)])
 
 
 def test_generate_batch_answers_in_the_order_of_the_prompts() -> None:

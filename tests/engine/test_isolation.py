@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_runs import DEADLINE_S, StepGate, assert_idle, greedy, prompt_of, result_of, run_all, running, small_config
+from engine_runs import (
+    DEADLINE_S,
+    StepGate,
+    assert_idle,
+    greedy,
+    prompt_of,
+    result_of,
+    run_all,
+    running,
+    small_config,
+)
 from tiny_models import VOCAB_SIZE, tiny_model
 from transformers import PreTrainedModel
 

@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import DEADLINE_S, StepGate, greedy, prompt_of, result_of, run_all, running, small_config, wait_until
+from engine_runs import (
+    DEADLINE_S,
+    StepGate,
+    greedy,
+    prompt_of,
+    result_of,
+    run_all,
+    running,
+    small_config,
+    wait_until,
+)
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
@@ -424,10 +434,8 @@ def test_a_manager_that_nobody_holds_ends(model: PreTrainedModel) -> None:
 
 
 def test_a_forgotten_manager_does_not_keep_the_interpreter_alive() -> None:
-    script = f"""
-        import sys
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from tiny_models import tiny_model
+    script = """
+        from tests.engine.tiny_models import tiny_model
         from engine import ContinuousBatchingConfig, init_continuous_batching
         config = ContinuousBatchingConfig(page_size=16, num_blocks=64)
         manager = init_continuous_batching(tiny_model(), continuous_batching_config=config)

@@ -1,0 +1,162 @@
+"""Tensor parallelism: one driver decides, the other ranks compute the same steps in lockstep.
+
+Every rank holds a slice of the model, cut by transformers' tensor parallel plan, and the keys and values of its own
+heads. The driver (rank 0) has the scheduler; what it wants done travels through a key-value store, which a rank can
+wait at for as long as the driver is idle. The tensors travel through the collectives inside the model.
+"""
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import Enum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from engine.active_request import ActiveRequest
+from engine.block_pool import BlockCopy, CopyKind
+from engine.errors import EngineDead
+from engine.plan import PlannedRow, SampledToken, StepPlan
+from engine.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+POLL = timedelta(seconds=5)
+"""How often a waiting rank looks whether it was asked to end."""
+
+
+class Verb(Enum):
+    """What a rank is to do next."""
+
+    STEP = "step"
+    PARK = "park"
+    VERSION = "version"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One order of the driver; `version` is the weight version from here on."""
+
+    verb: Verb
+    plan: StepPlan = field(default_factory=lambda: StepPlan([]))
+    version: int = 1
+
+
+class StepRunner(Protocol):
+    """What computes a step on one rank."""
+
+    def run(self, plan: StepPlan) -> dict[str, SampledToken]: ...
+
+
+class RankGroup:
+    """The ranks of one model. All of them make it, in the same order, after `torch.distributed` was initialised."""
+
+    def __init__(self, *, timeout_s: float | None) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        limit = timedelta(seconds=timeout_s) if timeout_s is not None else timedelta(days=365)
+        self._control = dist.new_group(backend="gloo", timeout=limit)
+        self._store = _make_store(self.rank, self.size, limit)
+        self._num_orders = 0
+
+    @property
+    def is_driver(self) -> bool:
+        return self.rank == 0
+
+    def send(self, order: Order) -> None:
+        """Tells the other ranks what to do; the driver calls it."""
+        self._store.set(f"order/{self._num_orders}", encode(order))
+        # All ranks have taken an order before the one after it can have been finished.
+        self._store.delete_key(f"order/{self._num_orders - 2}")
+        self._num_orders += 1
+
+    def orders(self) -> Iterator[Order]:
+        """Gives the driver's orders, the last of them STOP. Raises EngineDead when the driver is gone."""
+        while True:
+            order = self._next_order()
+            yield order
+            if order.verb is Verb.STOP:
+                return
+
+    def all_agree(self, is_well: bool) -> bool:
+        """Gives True on every rank when all are well; raises EngineDead when one does not answer in time."""
+        flag = torch.tensor([int(is_well)])
+        try:
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self._control)
+        except RuntimeError as error:
+            raise EngineDead(f"a rank of the tensor parallel group is gone: {error}") from error
+        return bool(flag.item())
+
+    def _next_order(self) -> Order:
+        key = f"order/{self._num_orders}"
+        while True:
+            try:
+                self._store.wait([key], POLL)
+                order = decode(self._store.get(key))
+            except dist.DistStoreError:
+                continue
+            except RuntimeError as error:
+                raise EngineDead(f"the driver of the tensor parallel group is gone: {error}") from error
+            self._num_orders += 1
+            return order
+
+
+class DriverRunner:
+    """The runner of the driver: has every step computed by all ranks."""
+
+    def __init__(self, runner: StepRunner, ranks: RankGroup) -> None:
+        self._runner = runner
+        self._ranks = ranks
+
+    def run(self, plan: StepPlan) -> dict[str, SampledToken]:
+        self._ranks.send(Order(Verb.STEP, plan=plan))
+        return self._runner.run(plan)
+
+
+def _make_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    """A store at the driver's address on a free port, which the driver tells the others."""
+    store = (
+        dist.TCPStore("0.0.0.0", 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
+        if rank == 0
+        else None
+    )
+    place: list[tuple[str, int] | None] = [(socket.gethostname(), store.port) if store is not None else None]
+    dist.broadcast_object_list(place, src=0)
+    assert place[0] is not None
+    host, port = place[0]
+    if store is not None:
+        return store
+    address = "127.0.0.1" if host == socket.gethostname() else host
+    return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+
+
+def encode(order: Order) -> str:
+    """Gives an order as JSON: the store is open to the network, and reading a pickle would run what it says."""
+    rows = [
+        [row.request.request_id, row.start, row.token_ids, row.block_tables, row.samples] for row in order.plan.rows
+    ]
+    copies = [[[copy.kind.value, copy.source, copy.target] for copy in group] for group in order.plan.copies]
+    return json.dumps([order.verb.value, order.version, rows, copies])
+
+
+def decode(text: bytes) -> Order:
+    """Gives back what `encode` took; the requests are nameplates, since only the driver samples."""
+    verb, version, rows, copies = json.loads(text)
+    plan = StepPlan(
+        rows=[
+            PlannedRow(
+                request=ActiveRequest(request_id, [], SamplingParams(), created_time=0.0),
+                start=start,
+                token_ids=token_ids,
+                block_tables=block_tables,
+                samples=samples,
+            )
+            for request_id, start, token_ids, block_tables, samples in rows
+        ],
+        copies=[[BlockCopy(CopyKind(kind), source, target) for kind, source, target in group] for group in copies],
+    )
+    return Order(Verb(verb), plan, version)
