@@ -40,8 +40,8 @@ class ActiveRequest:
     arrival: int = 0
     """Counts requests of one scheduler; set when it takes this one."""
     num_overtaken: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    """Prompt and output."""
+    token_ids: list[int] = field(init=False)
+    """Prompt and output; the prompt's own list until there is output, so that a long line costs its ids once."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
@@ -64,7 +64,7 @@ class ActiveRequest:
     num_delivered: int = 0
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_ids)
+        self.token_ids = self.prompt_ids
         self.needs_processors = self.sampling.needs_processors
 
     @property

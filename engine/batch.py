@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from engine.plan import PlannedRow
 GROUP_STRETCH = 1.5
 """Rows of a decode group differ in length by this factor at most: they are padded to the longest, and each group costs
 three more kernel calls a layer."""
+MAX_GROUP_TOKENS = 32_768
+"""Keys that a decode group of several rows reads at most: rows that share a prefix read it once each, so a group could
+otherwise need many times the memory of the cache itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,97 +41,123 @@ def build_batch(
 
     windows: how far back the layers of each block group look.
     """
-    singles = sorted((row for row in planned if len(row.token_ids) == 1), key=lambda row: row.end)
-    chunked = [row for row in planned if len(row.token_ids) > 1]
+    singles = sorted((row for row in planned if row.num_tokens == 1), key=attrgetter("end"))
+    chunked = [row for row in planned if row.num_tokens > 1]
     rows = singles + chunked
-    ends = np.cumsum([len(row.token_ids) for row in rows])
+    ends = list(accumulate(row.num_tokens for row in rows))
     views = [_View(cache, group, window, device).build(singles, chunked, ends) for group, window in enumerate(windows)]
-    sampling = [(row, int(end) - 1) for row, end in zip(rows, ends, strict=True) if row.samples]
-    positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
+    positions = [np.array([row.start for row in singles], dtype=np.int64)]
+    positions += [np.arange(row.start, row.end) for row in chunked]
     return Batch(
         rows=rows,
         input_ids_1T=_to_device([token for row in rows for token in row.token_ids], device)[None],
-        position_ids_1T=_to_device(positions, device)[None],
-        sampling_rows=[row for row, _ in sampling],
-        last_tokens_L=_to_device([last for _, last in sampling], device),
+        position_ids_1T=_to_device(np.concatenate(positions), device)[None],
+        sampling_rows=[row for row in rows if row.samples],
+        last_tokens_L=_to_device([end - 1 for row, end in zip(rows, ends, strict=True) if row.samples], device),
         step=AttentionStep(views=views, group_of_layer=cache.group_of_layer),
     )
 
 
+def max_read_tokens(longest: int) -> int:
+    """Gives how many keys attention reads at once at most, for requests of up to `longest` tokens."""
+    return max(MAX_GROUP_TOKENS, longest)
+
+
 @dataclass(frozen=True, slots=True)
 class _View:
-    """Builds the step as one block group sees it."""
+    """Builds the step as one block group sees it. Single-token rows go through numpy together, a step has many."""
 
     cache: KVCache
     group: int
     window: int | None
     device: torch.device
 
-    def build(self, singles: list[PlannedRow], chunked: list[PlannedRow], ends: np.ndarray) -> LayerView:
-        rows = singles + chunked
-        fresh = [chunk for row in rows for chunk in self._fresh_chunk(row)]
+    def build(self, singles: list[PlannedRow], chunked: list[PlannedRow], ends: list[int]) -> LayerView:
+        group, page, chunk = self.group, self.cache.page_size, self.cache.chunk_tokens
+        slots = [row.block_tables[group][row.start // page] * page + row.start % page for row in singles]
+        # A single token enters a chunk when it is its first.
+        fresh = [slot // chunk for slot in slots if slot % chunk == 0] if chunk > 1 else []
+        fresh += [entered for row in chunked for entered in self._fresh_chunk(row)]
         if fresh:
-            self.cache.clear(self.group, _to_device(fresh, self.device))
+            self.cache.clear(group, _to_device(fresh, self.device))
+        all_slots = [np.array(slots, dtype=np.int64), *(self._slots(row) for row in chunked)]
         return LayerView(
             cache=self.cache,
             window=self.window,
-            slots_T=_to_device(np.concatenate([self._slots(row) for row in rows]), self.device),
-            groups=[self._decode_group(start, group) for start, group in self._length_groups(singles)],
-            chunks=[self._prompt_chunk(row, int(end)) for row, end in zip(chunked, ends[len(singles) :], strict=True)],
+            slots_T=_to_device(np.concatenate(all_slots), self.device),
+            groups=self._decode_groups(singles),
+            chunks=[self._prompt_chunk(row, end) for row, end in zip(chunked, ends[len(singles) :], strict=True)],
         )
 
-    def _decode_group(self, start: int, group: list[PlannedRow]) -> DecodeGroup:
-        tables = [self._chunk_ids(row) for row in group]
-        width = max(map(len, tables))
+    def _decode_groups(self, singles: list[PlannedRow]) -> list[DecodeGroup]:
+        ends_R = np.array([row.end for row in singles], dtype=np.int64)
+        first_R = np.zeros_like(ends_R)
+        if self.window is not None:
+            first_R = np.maximum(0, ends_R - self.window) // self.cache.chunk_tokens
+        num_R = -(-ends_R // self.cache.chunk_tokens) - first_R
+        return [
+            DecodeGroup(
+                start=start,
+                end=end,
+                chunk_ids=_to_device(
+                    self._padded_ids(singles[start:end], first_R[start:end], num_R[start:end]), self.device
+                ),
+                first_R=_to_device(first_R[start:end] * self.cache.chunk_tokens, self.device),
+                lengths_R=_to_device(ends_R[start:end], self.device),
+            )
+            for start, end in self._length_groups(num_R.tolist())
+        ]
+
+    def _length_groups(self, num_chunks: list[int]) -> Iterator[tuple[int, int]]:
+        """Cuts the rows, which are in order of length, into groups."""
+        most = MAX_GROUP_TOKENS // self.cache.chunk_tokens
+        start = 0
+        for index, num in enumerate(num_chunks):
+            shortest = num_chunks[start]
+            is_full = num * (index - start + 1) > most and index > start
+            if is_full or num > max(GROUP_STRETCH * shortest, shortest + 1):
+                yield start, index
+                start = index
+        if num_chunks:
+            yield start, len(num_chunks)
+
+    def _padded_ids(self, rows: list[PlannedRow], first_R: np.ndarray, num_R: np.ndarray) -> np.ndarray:
+        """The chunks that hold the keys each row can see, in order, row by row and all of the same number."""
+        per_block, group = self.cache.chunks_per_block, self.group
+        step_S = np.arange(num_R.max())
         # A row is padded with a chunk of its own, which its mask hides.
-        padded = [np.concatenate([ids, np.full(width - len(ids), ids[0])]) for ids in tables]
-        first = [self._first_chunk(row) * self.cache.chunk_tokens for row in group]
-        return DecodeGroup(
-            start=start,
-            end=start + len(group),
-            chunk_ids=_to_device(np.concatenate(padded), self.device),
-            first_R=_to_device(first, self.device),
-            lengths_R=_to_device([row.end for row in group], self.device),
-        )
+        chunk_RS = first_R[:, None] + np.where(step_S < num_R[:, None], step_S, 0)
+        blocks_R = (first_R // per_block).tolist()
+        seen = [row.block_tables[group][first:] for row, first in zip(rows, blocks_R, strict=True)]
+        width = max(map(len, seen))
+        table_RB = np.array([blocks + blocks[:1] * (width - len(blocks)) for blocks in seen], dtype=np.int64)
+        column_RS = chunk_RS // per_block - (first_R // per_block)[:, None]
+        ids: np.ndarray = np.take_along_axis(table_RB, column_RS, axis=1) * per_block + chunk_RS % per_block
+        return ids.reshape(-1)
 
     def _prompt_chunk(self, row: PlannedRow, end: int) -> PromptChunk:
+        first = 0
+        if self.window is not None:
+            first = max(0, row.start - self.window + 1) // self.cache.chunk_tokens
         return PromptChunk(
-            start=end - len(row.token_ids),
+            start=end - row.num_tokens,
             end=end,
             context=row.start,
-            first=self._first_chunk(row) * self.cache.chunk_tokens,
-            chunk_ids=_to_device(self._chunk_ids(row), self.device) if row.start > 0 else None,
+            first=first * self.cache.chunk_tokens,
+            chunk_ids=_to_device(self._seen_ids(row, first), self.device) if row.start > 0 else None,
         )
 
-    def _length_groups(self, singles: list[PlannedRow]) -> Iterator[tuple[int, list[PlannedRow]]]:
-        start = 0
-        for index, row in enumerate(singles):
-            shortest = self._num_chunks(singles[start])
-            if self._num_chunks(row) > max(GROUP_STRETCH * shortest, shortest + 1):
-                yield start, singles[start:index]
-                start = index
-        if singles:
-            yield start, singles[start:]
-
-    def _first_chunk(self, row: PlannedRow) -> int:
-        if self.window is None:
-            return 0
-        return max(0, row.start - self.window + 1) // self.cache.chunk_tokens
-
-    def _num_chunks(self, row: PlannedRow) -> int:
-        return -(-row.end // self.cache.chunk_tokens) - self._first_chunk(row)
-
-    def _chunk_ids(self, row: PlannedRow) -> np.ndarray:
-        """The chunks that hold the keys the row can see, in order."""
-        per_block, first = self.cache.chunks_per_block, self._first_chunk(row)
-        table = np.asarray(row.block_tables[self.group], dtype=np.int64)
+    def _seen_ids(self, row: PlannedRow, first: int) -> np.ndarray:
+        per_block = self.cache.chunks_per_block
+        table = np.array(row.block_tables[self.group], dtype=np.int64)
         ids = (table[:, None] * per_block + np.arange(per_block)).reshape(-1)
-        return ids[first : first + self._num_chunks(row)]
+        return ids[first : -(-row.end // self.cache.chunk_tokens)]
 
     def _slots(self, row: PlannedRow) -> np.ndarray:
         positions, page = np.arange(row.start, row.end), self.cache.page_size
         table = np.asarray(row.block_tables[self.group], dtype=np.int64)
-        return table[positions // page] * page + positions % page
+        slots: np.ndarray = table[positions // page] * page + positions % page
+        return slots
 
     def _fresh_chunk(self, row: PlannedRow) -> list[int]:
         """The chunk that this row enters and does not fill: what stands behind its tokens is somebody else's."""

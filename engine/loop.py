@@ -63,7 +63,7 @@ class GenerationLoop:
         self._inbox: list[ActiveRequest | _Cancel] = []
         self._active_ids: set[str] = set()
         self._families: dict[str, set[str]] = {}
-        """By the id of a parent, itself and its children, as long as one of them is active."""
+        """By the id of a parent of children, itself and them, as long as one of them is active."""
         self._num_in_inbox = 0
         self._num_pauses = 0
         self._is_parked = False
@@ -94,10 +94,13 @@ class GenerationLoop:
         with self._wake:
             self._raise_if_closed()
             family = {request.request_id, *(child.request_id for child in request.children)}
-            for request_id in family & self._active_ids:
-                raise DuplicateRequest(f"request id {request_id!r} is in flight; choose another", param="request_id")
+            for request_id in family:
+                # A parent's id stays taken until its last child has ended: cancelling it cancels them.
+                if request_id in self._active_ids or request_id in self._families:
+                    raise DuplicateRequest(f"request id {request_id!r} is in flight; choose another", "request_id")
             self._active_ids |= family
-            self._families[request.request_id] = family
+            if request.children:
+                self._families[request.request_id] = family
             self._inbox.append(request)
             self._num_in_inbox += 1
             self._wake.notify_all()
@@ -258,10 +261,11 @@ class GenerationLoop:
 
     def _forget(self, request: ActiveRequest) -> None:
         self._active_ids.remove(request.request_id)
-        family = self._families[request.family]
-        family.remove(request.request_id)
-        if not family:
-            del self._families[request.family]
+        family = self._families.get(request.family)
+        if family is not None:
+            family.remove(request.request_id)
+            if not family:
+                del self._families[request.family]
 
     def _refresh_stats(self) -> None:
         self._stats = replace(

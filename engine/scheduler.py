@@ -124,7 +124,7 @@ class Scheduler:
                 self._end(request, FinishReason.FAILED, now, error=sample.error)
                 told.append(request)
                 continue
-            self._line.charge(request, num_prompt=len(row.token_ids), num_generated=int(row.samples))
+            self._line.charge(request, num_prompt=row.num_tokens, num_generated=int(row.samples))
             request.num_computed = row.end
             self._publish_full_blocks(request)
             if request.children and request.num_computed >= len(request.prompt_ids) - 1:
@@ -203,7 +203,7 @@ class Scheduler:
     # Planning
 
     def _plan_decoding(self, rows: dict[str, PlannedRow]) -> None:
-        room = self.config.max_batch_tokens - sum(len(row.token_ids) for row in rows.values())
+        room = self.config.max_batch_tokens - sum(row.num_tokens for row in rows.values())
         for request in self._best_first(is_decoding=True):
             if room == 0:
                 return
@@ -356,6 +356,8 @@ class Scheduler:
 
     def _append(self, request: ActiveRequest, sample: SampledToken, now: float) -> None:
         request.status = RequestStatus.DECODING
+        if not request.output_ids:
+            request.token_ids = list(request.prompt_ids)
         request.token_ids.append(sample.token)
         request.output_ids.append(sample.token)
         if sample.logprob is not None:

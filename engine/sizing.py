@@ -1,14 +1,15 @@
 """What a config means for one model on one device: `None` becomes a number here, and what is not there is refused."""
 
 import logging
-import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from engine.batch import max_read_tokens
 from engine.config import (
     DEFAULT_MAX_BATCH_TOKENS,
     DEFAULT_MAX_REQUESTS_PER_BATCH,
@@ -16,7 +17,9 @@ from engine.config import (
     ResolvedConfig,
 )
 from engine.errors import InvalidRequest
+from engine.host_memory import free_host_bytes, total_host_bytes
 from engine.kv_cache import LayerShape
+from engine.memory_demand import ACTIVATION_WIDTH, MASKED_TOKENS, MemoryDemand, MemoryRoom, greatest
 from engine.model import describe
 from engine.request import WorkloadHints
 
@@ -28,6 +31,11 @@ SAFETY_MARGINS = {"fifo": 0.15, "prefill_first": 0.0, "priority": 0.15, "fair": 
 """The reference's values; the two orders of ours behave as "fifo" does when memory runs short."""
 UNBOUNDED_MODEL_LEN = 1 << 20
 """Stands for the length limit of a model that names none; the cache is then the limit."""
+
+DEFAULT_MEMORY_SHARES = {"cuda": 0.8, "cpu": 0.6}
+"""Of free memory. The reference's values; on a GPU the one that leaves room to sample from the whole vocabulary."""
+STEP_SHARE = 0.25
+"""Of the allowed memory, what the tensors of a step may take before a step gets fewer tokens."""
 
 NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
     "use_async_batching": (None, False),
@@ -47,62 +55,117 @@ def resolve_config(
     model: PreTrainedModel,
     layers: Sequence[LayerShape],
     hints: WorkloadHints | None = None,
+    *,
+    free_bytes: int | None = None,
 ) -> ResolvedConfig:
-    """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured."""
-    for name, accepted in NOT_AVAILABLE.items():
-        value = getattr(config, name)
-        if value not in accepted:
-            raise InvalidRequest(
-                f"{name}={value!r} is not available in this version; leave it at its default",
-                param=name,
-            )
-    hints = hints or WorkloadHints()
-    page_size = config.tokens_per_block
-    on_cpu = model.device.type == "cpu"
+    """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
+
+    free_bytes: of the model's device; None looks.
+    """
+    _refuse_unavailable(config)
+    room = MemoryRoom(
+        free_bytes=_free_bytes(model.device) if free_bytes is None else free_bytes,
+        share=config.max_memory_percent or DEFAULT_MEMORY_SHARES.get(model.device.type, DEFAULT_MEMORY_SHARES["cpu"]),
+    )
     shape = describe(model)
-    max_batch_tokens = config.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS
-    max_requests = config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS_PER_BATCH
-    max_requests = min(max_requests, max_batch_tokens)
     model_len = shape.max_model_len or UNBOUNDED_MODEL_LEN
-    longest = min(hints.max_prompt_length + hints.max_generated_length or model_len, model_len)
-    windows = _windows(layers, model_len)
-    sizes = [_bytes_per_block(layers, window, model_len, page_size, model.dtype) for window in windows]
-    useful = max_requests * -(-longest // page_size)
-    num_blocks = config.num_blocks or _blocks_in_memory(config, model, sum(sizes), useful)
+    demand = _demand(config, model, layers, hints or WorkloadHints())
+    max_batch_tokens = config.max_batch_tokens or _batch_tokens_in(room, demand)
+    demand = replace(demand, max_requests=min(demand.max_requests, max_batch_tokens))
+    num_blocks = _num_blocks(config, room, demand, max_batch_tokens)
+    cache_bytes = demand.cache_bytes(num_blocks, max_batch_tokens)
+    logger.info(
+        "cache sized blocks=%d page_size=%d max_batch_tokens=%d cache_gib=%.3f step_gib=%.3f free_gib=%.3f share=%.2f",
+        *(num_blocks, demand.page_size, max_batch_tokens, cache_bytes / 2**30),
+        *(demand.step_bytes(max_batch_tokens) / 2**30, room.free_bytes / 2**30, room.share),
+    )
     return ResolvedConfig(
-        page_size=page_size,
+        page_size=demand.page_size,
         num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
-        max_requests_per_batch=max_requests,
-        max_model_len=min(model_len, num_blocks * page_size),
+        max_requests_per_batch=demand.max_requests,
+        max_model_len=min(model_len, num_blocks * demand.page_size),
         vocab_size=shape.vocab_size,
         allow_block_sharing=config.allow_block_sharing,
         safety_margin=SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin,
         max_queue_size=config.max_queue_size,
-        target_step_s=CPU_STEP_S if on_cpu else None,
+        target_step_s=CPU_STEP_S if model.device.type == "cpu" else None,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
         return_logprobs=config.return_logprobs,
         scheduler_type=config.scheduler_type,
-        windows=windows,
-        blocks_of_group=tuple(
-            _pool_size(window, num_blocks, page_size, max_requests, max_batch_tokens) for window in windows
+        windows=demand.windows,
+        blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
+        num_host_slots=_host_slots(
+            config, sum(demand.block_bytes), taken_bytes=cache_bytes if model.device.type == "cpu" else 0
         ),
-        num_host_slots=_host_slots(config, sum(sizes)),
     )
+
+
+def _refuse_unavailable(config: ContinuousBatchingConfig) -> None:
+    for name, accepted in NOT_AVAILABLE.items():
+        value = getattr(config, name)
+        if value not in accepted:
+            raise InvalidRequest(f"{name}={value!r} is not available in this version; leave it at its default", name)
+
+
+def _demand(
+    config: ContinuousBatchingConfig, model: PreTrainedModel, layers: Sequence[LayerShape], hints: WorkloadHints
+) -> MemoryDemand:
+    page_size, dtype = config.tokens_per_block, model.dtype
+    model_len = describe(model).max_model_len or UNBOUNDED_MODEL_LEN
+    longest = min(hints.max_prompt_length + hints.max_generated_length or model_len, model_len)
+    windows = _windows(layers, model_len)
+    widest = max(layer.values_per_token for layer in layers) * dtype.itemsize
+    embeddings = model.get_input_embeddings()
+    assert isinstance(embeddings, nn.Embedding)
+    return MemoryDemand(
+        page_size=page_size,
+        max_requests=config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS_PER_BATCH,
+        longest=longest,
+        windows=windows,
+        block_bytes=tuple(_bytes_per_block(layers, window, model_len, page_size, dtype) for window in windows),
+        read_bytes=max_read_tokens(longest) * widest,
+        token_bytes=(ACTIVATION_WIDTH * embeddings.embedding_dim + min(longest, MASKED_TOKENS)) * dtype.itemsize,
+    )
+
+
+def _batch_tokens_in(room: MemoryRoom, demand: MemoryDemand) -> int:
+    """Gives the tokens of a step that fit a share of the memory, and no more than requests can ever bring."""
+    fitting = int(room.allowed_bytes * STEP_SHARE) // demand.token_bytes
+    return max(1, min(DEFAULT_MAX_BATCH_TOKENS, fitting, demand.max_requests * demand.longest))
+
+
+def _num_blocks(config: ContinuousBatchingConfig, room: MemoryRoom, demand: MemoryDemand, max_batch_tokens: int) -> int:
+    """Gives how many blocks fit the memory beside a step, and no more than requests can ever use."""
+
+    def size(num_blocks: int) -> int:
+        return demand.cache_bytes(num_blocks, max_batch_tokens) + demand.step_bytes(max_batch_tokens)
+
+    if config.num_blocks is not None:
+        # Who names a number has looked; only what can never be there, or breaks the other number, is refused.
+        limit = room.free_bytes if config.max_memory_percent is None else room.allowed_bytes
+        if demand.cache_bytes(config.num_blocks, max_batch_tokens) > limit:
+            raise InvalidRequest(
+                f"num_blocks={config.num_blocks} takes {size(config.num_blocks) / 2**20:.0f} MiB, and"
+                f" {limit / 2**20:.0f} MiB may be used; lower num_blocks or raise max_memory_percent",
+                "num_blocks",
+            )
+        return config.num_blocks
+    num_blocks = greatest(lambda count: size(count) <= room.allowed_bytes, demand.useful_blocks)
+    if num_blocks < 1:
+        raise InvalidRequest(
+            f"one block of the cache and a step of {max_batch_tokens} tokens take {size(1) / 2**20:.1f} MiB, and of"
+            f" {room.free_bytes / 2**20:.1f} MiB of free memory {room.share:.0%} may be used; lower page_size or"
+            " max_batch_tokens, or free memory",
+            "num_blocks",
+        )
+    return num_blocks
 
 
 def _windows(layers: Sequence[LayerShape], model_len: int) -> tuple[int | None, ...]:
     """Gives one entry for each kind of layer; a window that no sequence outgrows is none."""
     windows = {None if layer.window is None or layer.window >= model_len else layer.window for layer in layers}
     return tuple(sorted(windows, key=lambda window: (window is not None, window)))
-
-
-def _pool_size(window: int | None, num_blocks: int, page_size: int, max_requests: int, max_batch_tokens: int) -> int:
-    """Gives the blocks that layers with this window can use at most; one request alone always fits."""
-    if window is None:
-        return num_blocks
-    per_request = -(-window // page_size) + 1
-    return max(per_request + 1, min(num_blocks, max_requests * per_request + -(-max_batch_tokens // page_size)))
 
 
 def _bytes_per_block(
@@ -113,59 +176,22 @@ def _bytes_per_block(
     return sum(layer.values_per_token for layer in members) * page_size * dtype.itemsize
 
 
-def _host_slots(config: ContinuousBatchingConfig, block_bytes: int) -> int:
-    """Gives the blocks that fit the host tier; `cpu_offload_space` of None takes what the safety threshold leaves."""
-    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    allowed_bytes = int(total_bytes * config.cpu_offload_space_safety_threshold)
+def _host_slots(config: ContinuousBatchingConfig, block_bytes: int, *, taken_bytes: int) -> int:
+    """Gives the blocks that fit the host tier; `cpu_offload_space` of None takes half of what is left there.
+
+    taken_bytes: what the cache itself is about to take of the host's memory.
+    """
+    allowed_bytes = int(total_host_bytes() * config.cpu_offload_space_safety_threshold)
     if config.cpu_offload_space is None:
-        return min(allowed_bytes, _free_host_bytes() // 2) // block_bytes
+        return min(allowed_bytes, max(0, free_host_bytes() - taken_bytes) // 2) // block_bytes
     wanted_bytes = int(config.cpu_offload_space * 2**30)
     if wanted_bytes > allowed_bytes:
         logger.warning(
             "cpu_offload_space is cut by its safety threshold wanted_gib=%.2f allowed_gib=%.2f",
-            wanted_bytes / 2**30,
-            allowed_bytes / 2**30,
+            *(wanted_bytes / 2**30, allowed_bytes / 2**30),
         )
     return min(wanted_bytes, allowed_bytes) // block_bytes
 
 
-def _blocks_in_memory(config: ContinuousBatchingConfig, model: PreTrainedModel, block_bytes: int, useful: int) -> int:
-    """Gives how many blocks fit into the allowed share of free memory, and no more than requests can ever use."""
-    if model.device.type == "cuda":
-        free_bytes = torch.cuda.mem_get_info(model.device)[0]
-        share = config.max_memory_percent or 0.8
-    else:
-        free_bytes = _free_host_bytes()
-        share = config.max_memory_percent or 0.6
-    fitting = int(free_bytes * share) // block_bytes
-    if fitting < 1:
-        raise InvalidRequest(
-            f"one block of the cache takes {block_bytes / 2**20:.0f} MiB, and of {free_bytes / 2**20:.0f} MiB of free"
-            f" memory {share:.0%} may be used; lower page_size or free memory",
-            param="num_blocks",
-        )
-    num_blocks = min(fitting, useful)
-    logger.info(
-        "cache sized blocks=%d gib=%.2f free_gib=%.2f share=%.2f",
-        num_blocks,
-        num_blocks * block_bytes / 2**30,
-        free_bytes / 2**30,
-        share,
-    )
-    return num_blocks
-
-
-def _free_host_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of the control group where there is one."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = (
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory.current"),
-    )
-    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        free = min(free, int(limit.read_text()) - int(used.read_text()))
-    return free
+def _free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()

@@ -31,11 +31,13 @@ from transformers import PreTrainedModel
 
 from engine import (
     ContinuousBatchingManager,
+    DuplicateRequest,
     EngineStopped,
     FinishReason,
     GenerationOutput,
     InvalidRequest,
     RequestStatus,
+    SamplingParams,
     WeightsError,
     WeightsInvalid,
     WeightSpan,
@@ -582,6 +584,23 @@ async def _collect(manager: ContinuousBatchingManager, requests: list[tuple[str,
         for event in ended.values():
             await event.wait()
     return list(tokens.values())
+
+
+def test_the_id_of_a_parent_is_free_again_when_its_last_child_has_ended(model: PreTrainedModel) -> None:
+    with running(model, max_requests_per_batch=1) as manager:
+        gate = StepGate(model)
+        twice = SamplingParams(num_return_sequences=2, max_new_tokens=3)
+        manager.add_request([1, 2, 3], "a", sampling=twice)
+        gate.wait()
+        for _ in range(4):  # the prompt but for its last token, then the parent's three tokens
+            gate.step()
+        assert result_of(manager, "a").finish_reason is FinishReason.LENGTH
+        with pytest.raises(DuplicateRequest):
+            manager.add_request([1, 2, 3], "a", max_new_tokens=1)
+        gate.open()
+        assert len(result_of(manager, "a__child#0").generated_tokens) == 3
+        manager.add_request([1, 2, 3], "a", max_new_tokens=1)
+        assert len(result_of(manager, "a").generated_tokens) == 1
 
 
 # Entry points

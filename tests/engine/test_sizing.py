@@ -1,0 +1,142 @@
+"""What `None` becomes: blocks and steps as large as memory allows, and no larger than requests can use."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import SLIDING_WINDOW, tiny_model
+from transformers import PreTrainedModel
+
+from engine import ContinuousBatchingConfig, InvalidRequest, WorkloadHints
+from engine.config import ResolvedConfig
+from engine.host_memory import free_host_bytes, total_host_bytes
+from engine.kv_cache import KVCache
+from engine.model_runner import probe_layers
+from engine.sizing import resolve_config
+
+MIB = 2**20
+FREE_BYTES = 256 * MIB
+
+
+def resolve(
+    model: PreTrainedModel, *, hints: WorkloadHints | None = None, free_bytes: int = FREE_BYTES, **values: object
+) -> ResolvedConfig:
+    config = ContinuousBatchingConfig(**values)  # type: ignore[arg-type]
+    return resolve_config(config, model, probe_layers(model), hints, free_bytes=free_bytes)
+
+
+def cache_bytes(model: PreTrainedModel, config: ResolvedConfig) -> int:
+    cache = KVCache(probe_layers(model), config, dtype=model.dtype, device=torch.device("cpu"))
+    return sum(store.nbytes for store in (*cache._keys_HNCD, *cache._values_HNCD))
+
+
+@pytest.mark.parametrize("percent", [0.2, 0.5, 1.0])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_the_cache_and_a_step_take_the_allowed_share_of_free_memory(
+    family: str, percent: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model(family, max_position_embeddings=8192)
+    with caplog.at_level(logging.INFO, logger="engine.sizing"):
+        config = resolve(model, max_memory_percent=percent, page_size=16)
+    (record,) = caplog.records
+    names = dict(part.split("=") for part in record.getMessage().split() if "=" in part)
+    used_bytes = cache_bytes(model, config) + float(names["step_gib"]) * 2**30
+    if family == "mistral":  # its windows need less than there is, and it gets no more
+        assert used_bytes <= percent * FREE_BYTES * 1.05
+    else:
+        assert used_bytes == pytest.approx(percent * FREE_BYTES, rel=0.05)
+    assert (int(names["blocks"]), names["share"]) == (config.num_blocks, f"{percent:.2f}")
+    assert float(names["cache_gib"]) == pytest.approx(cache_bytes(model, config) / 2**30, abs=0.001)
+
+
+def test_no_block_is_made_that_no_request_can_use() -> None:
+    model = tiny_model()
+    assert resolve(model, page_size=16, max_requests_per_batch=3).num_blocks == 3 * 512 / 16
+    hints = WorkloadHints(max_prompt_length=40, max_generated_length=20, num_requests=5)
+    config = resolve(model, page_size=16, hints=hints)
+    assert (config.num_blocks, config.max_requests_per_batch) == (5 * 4, 5)
+
+
+def test_a_step_takes_no_more_tokens_than_memory_and_requests_have() -> None:
+    model = tiny_model()
+    assert resolve(model, free_bytes=4096 * MIB).max_batch_tokens == 8192
+    assert resolve(model, free_bytes=4096 * MIB, max_requests_per_batch=2).max_batch_tokens == 2 * 512
+    assert 100 < resolve(model, free_bytes=16 * MIB, max_memory_percent=1.0).max_batch_tokens < 4096
+    assert resolve(model, max_batch_tokens=77).max_batch_tokens == 77
+
+
+def test_no_more_requests_run_than_a_step_has_tokens() -> None:
+    assert resolve(tiny_model(), max_batch_tokens=7, max_requests_per_batch=100).max_requests_per_batch == 7
+
+
+@pytest.mark.parametrize("values", [{"free_bytes": MIB}, {"free_bytes": 0}])
+def test_too_little_memory_is_said_with_the_numbers_and_a_remedy(values: dict[str, int]) -> None:
+    with pytest.raises(InvalidRequest, match="lower page_size or max_batch_tokens, or free memory") as caught:
+        resolve(tiny_model(), **values)
+    assert caught.value.param == "num_blocks"
+
+
+def test_a_named_number_of_blocks_is_taken_or_refused_and_never_cut() -> None:
+    model = tiny_model()
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4
+    assert resolve(model, page_size=16, num_blocks=10_000).num_blocks == 10_000
+    with pytest.raises(InvalidRequest, match="num_blocks=100000 takes"):
+        resolve(model, page_size=16, num_blocks=100_000)
+    share = 5_000 * block_bytes / FREE_BYTES
+    resolve(model, page_size=16, num_blocks=5_000, max_memory_percent=share * 1.01)
+    with pytest.raises(InvalidRequest, match="raise max_memory_percent"):
+        resolve(model, page_size=16, num_blocks=5_000, max_memory_percent=share * 0.99)
+
+
+def test_layers_with_a_window_get_only_what_windows_need() -> None:
+    config = resolve(tiny_model("gemma3"), page_size=16, num_blocks=500, max_requests_per_batch=4, max_batch_tokens=64)
+    assert config.windows == (None, SLIDING_WINDOW)
+    assert config.blocks_of_group == (500, 4 * 3 + 4)
+
+
+@pytest.mark.parametrize(
+    ("space", "threshold", "expected"), [(0.0, 0.8, 0), (0.01, 0.8, 0.01), (1000.0, 0.001, 0.001), (None, 0.002, 0.002)]
+)
+def test_the_host_tier_is_as_large_as_asked_and_as_its_threshold_allows(
+    space: float | None, threshold: float, expected: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model()
+    config = resolve(
+        model, page_size=16, num_blocks=8, cpu_offload_space=space, cpu_offload_space_safety_threshold=threshold
+    )
+    expected_bytes = expected * 2**30 if space == expected else expected * total_host_bytes()
+    assert config.num_host_slots == pytest.approx(expected_bytes / cache_bytes(model, config) * 8, abs=1)
+    assert ("safety threshold" in caplog.text) == (space == 1000.0)
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def test_the_limit_of_a_control_group_and_of_its_parents_counts(tmp_path: Path) -> None:
+    machine = free_host_bytes(tmp_path)
+    write(tmp_path / "proc/self/cgroup", "1:cpu:/\n0::/box/job\n")
+    mount = tmp_path / "sys/fs/cgroup"
+    write(mount / "box/job/memory.max", "max\n")
+    assert free_host_bytes(tmp_path) == pytest.approx(machine, rel=0.2)
+    write(mount / "box/job/memory.max", f"{50 * MIB}\n")
+    write(mount / "box/job/memory.current", f"{20 * MIB}\n")
+    write(mount / "box/job/memory.stat", f"anon 7\ninactive_file {5 * MIB}\nactive_file 3\n")
+    assert free_host_bytes(tmp_path) == 35 * MIB
+    write(mount / "box/memory.max", f"{40 * MIB}\n")
+    write(mount / "box/memory.current", f"{39 * MIB}\n")
+    assert free_host_bytes(tmp_path) == MIB
+    assert total_host_bytes(tmp_path) == 40 * MIB
+
+
+def test_version_one_control_groups_and_paths_of_the_host_are_understood(tmp_path: Path) -> None:
+    write(tmp_path / "proc/self/cgroup", "4:memory:/unknown/inside\n3:cpuset:/\n")
+    mount = tmp_path / "sys/fs/cgroup/memory"
+    write(mount / "memory.limit_in_bytes", f"{64 * MIB}")
+    write(mount / "memory.usage_in_bytes", f"{60 * MIB}")
+    write(mount / "memory.stat", f"cache 0\ntotal_inactive_file {2 * MIB}\n")
+    assert free_host_bytes(tmp_path) == 6 * MIB
+    write(mount / "memory.usage_in_bytes", f"{80 * MIB}")
+    assert free_host_bytes(tmp_path) == 0
