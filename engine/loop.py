@@ -12,7 +12,7 @@ from engine.errors import DuplicateRequest, EngineDead, EngineStopped
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
 from engine.plan import SampledToken, StepPlan
-from engine.request import FinishReason
+from engine.request import FinishReason, RequestStatus
 from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
 
@@ -27,6 +27,12 @@ class Runner(Protocol):
     """What the loop needs of the model: the tokens of a step, by request id."""
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]: ...
+
+    def park(self) -> None: ...
+
+    def unpark(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class StopMode(Enum):
@@ -215,10 +221,12 @@ class GenerationLoop:
 
     def _park(self) -> None:
         started = perf_counter()
+        self._runner.park()
         self._is_parked = True
         self._wake.notify_all()
         while not self._wake.wait_for(lambda: self._num_pauses == 0, timeout=PAUSE_WARNING_S):
             logger.warning("generation is still paused paused_s=%.0f", perf_counter() - started)
+        self._runner.unpark()
         self._is_parked = False
         self._paused_seconds += perf_counter() - started
 
@@ -284,18 +292,29 @@ class GenerationLoop:
             posted, self._inbox = self._inbox, []
             self._num_in_inbox = 0
             self._step_started = None
-        for item in posted:
-            if isinstance(item, ActiveRequest):
-                self._scheduler.add(item)
-        ended = self._scheduler.requests()
-        for request in ended:
+        try:
+            for item in posted:
+                if isinstance(item, ActiveRequest):
+                    self._scheduler.add(item)
+            ended = self._scheduler.requests()
+            for request in ended:
+                self._end_surely(request, reason)
+            self._refresh_stats()
+            self._publish(ended)
+            self._runner.close()
+        finally:
+            with self._wake:
+                self._is_running = False
+                self._wake.notify_all()
+            self._outbox.close()
+
+    def _end_surely(self, request: ActiveRequest, reason: str) -> None:
+        """Ends a request even where an error has left the scheduler's books wrong."""
+        try:
             self._scheduler.end(request.request_id, FinishReason.FAILED, perf_counter(), error=reason)
-        self._refresh_stats()
-        self._publish(ended)
-        with self._wake:
-            self._is_running = False
-            self._wake.notify_all()
-        self._outbox.close()
+        except Exception:
+            logger.exception("books are wrong for a request request_id=%s", request.request_id)
+            request.status, request.finish_reason, request.error = RequestStatus.FAILED, FinishReason.FAILED, reason
 
     def _raise_if_closed(self) -> None:
         if self.fatal_error is not None:

@@ -17,12 +17,14 @@ from engine.errors import (
     InvalidRequest,
     QueueFull,
 )
+from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.outbox import Outbox
+from engine.parallel import DriverRunner, rank_group_of
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
@@ -67,9 +69,13 @@ class ContinuousBatchingManager:
             stop_strings=self._stop_strings,
         )
         self._layers = probe_layers(model)
+        self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config, model, self._layers, workload_hints
         )
+        if self._ranks is not None:
+            # Each rank sees other free memory; all of them need the same blocks.
+            self.config = self._ranks.same(self.config)
         self._factory = RequestFactory(
             self.config,
             defaults=defaults,
@@ -185,8 +191,10 @@ class ContinuousBatchingManager:
         hints: WorkloadHints | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         **logit_processor_kwargs: Any,
-    ) -> str:
+    ) -> str | None:
         """Submits one prompt and gives its id. All checks happen here; one terminal output follows.
+
+        Of several tensor parallel ranks only the driver takes requests; the others give None.
 
         With `num_return_sequences` n in `sampling`, the further outputs come under the ids `<id>__child#0` to
         `<id>__child#<n - 2>`; cancelling <id> cancels them all. Of `hints`, tenant and priority count here: a smaller
@@ -197,6 +205,8 @@ class ContinuousBatchingManager:
         Raises InvalidRequest (and its kinds), QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside
         `pause()`: the request then waits.
         """
+        if not self.is_driver:
+            return None
         merged = self._factory.merge(sampling, max_new_tokens, eos_token_id, logit_processor_kwargs)
         request = self._factory.make(
             input_ids,
@@ -229,7 +239,7 @@ class ContinuousBatchingManager:
         **logit_processor_kwargs: Any,
     ) -> list[str]:
         """Submits several prompts in their order and gives their ids; raises at the first that is refused."""
-        return [
+        added = (
             self.add_request(
                 ids,
                 max_new_tokens=max_new_tokens,
@@ -239,7 +249,13 @@ class ContinuousBatchingManager:
                 **logit_processor_kwargs,
             )
             for ids in inputs
-        ]
+        )
+        return [request_id for request_id in added if request_id is not None]
+
+    @property
+    def is_driver(self) -> bool:
+        """True on the rank that takes requests; always, where the model is not cut over ranks."""
+        return self._ranks is None or self._ranks.is_driver
 
     def new_request_id(self) -> str:
         """Gives an id that no other request of this manager gets from it."""
@@ -349,15 +365,29 @@ class ContinuousBatchingManager:
 
     # Inside
 
-    def _make_loop(self) -> GenerationLoop:
+    def _make_loop(self) -> GenerationLoop | FollowerLoop:
+        ranks = self._ranks
+        runner = ModelRunner(
+            self.model,
+            self.config,
+            self._layers,
+            self._sampler,
+            is_driver=self.is_driver,
+            all_agree=bool if ranks is None else ranks.all_agree,
+        )
+        if ranks is not None and not ranks.is_driver:
+            return FollowerLoop(runner=runner, ranks=ranks)
         scheduler = Scheduler(self.config)
         scheduler.version = self._version
-        budget = StepBudget(
-            max_batch_tokens=self.config.max_batch_tokens,
-            target_step_s=self.config.target_step_s,
+        return GenerationLoop(
+            scheduler=scheduler,
+            runner=runner if ranks is None else DriverRunner(runner, ranks),
+            outbox=self._outbox,
+            budget=StepBudget(
+                max_batch_tokens=self.config.max_batch_tokens,
+                target_step_s=self.config.target_step_s,
+            ),
         )
-        runner = ModelRunner(self.model, self.config, self._layers, self._sampler)
-        return GenerationLoop(scheduler=scheduler, runner=runner, outbox=self._outbox, budget=budget)
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()
@@ -381,7 +411,7 @@ class ContinuousBatchingManager:
             self._version = version
 
 
-def _end_thread(loop: GenerationLoop, thread: threading.Thread) -> None:
+def _end_thread(loop: GenerationLoop | FollowerLoop, thread: threading.Thread) -> None:
     loop.stop(StopMode.HARD)
     if thread is not threading.current_thread():
         thread.join(EXIT_JOIN_S)

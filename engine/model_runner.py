@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,14 @@ class ModelRunner:
         config: ResolvedConfig,
         layers: Sequence[LayerShape],
         sampler: RowSampler | None = None,
+        *,
+        is_driver: bool = True,
+        all_agree: Callable[[bool], bool] = bool,
     ) -> None:
+        """Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them."""
         self._model = model
+        self._is_driver = is_driver
+        self._all_agree = all_agree
         self._sampler = sampler or RowSampler(model)
         self._config = config
         self._configs = attention_configs(model)
@@ -52,18 +58,33 @@ class ModelRunner:
             self._cache.copy(group, copies)
         return self._compute(plan.rows)
 
+    def park(self) -> None:
+        """Nothing is in flight between two steps, so there is nothing to wait for."""
+
+    def unpark(self) -> None:
+        """Nor is there anything to set going again."""
+
+    def close(self) -> None:
+        """Nothing runs but the caller's thread."""
+
     def _compute(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
+        samples: dict[str, SampledToken] = {}
+        failure: Exception | None = None
         try:
-            return self._forward(rows)
+            samples = self._forward(rows)
         except torch.AcceleratorError as error:
             raise EngineDead(f"the device failed: {error}") from error
-        except Exception as error:
-            if len(rows) == 1:
-                logger.exception("request failed alone request_id=%s", rows[0].request.request_id)
-                message = f"the model failed on this request: {type(error).__name__}: {error}"
-                return {rows[0].request.request_id: SampledToken(token=0, error=message)}
-            logger.warning("step failed, its rows are run one by one rows=%d error=%r", len(rows), error)
-        samples: dict[str, SampledToken] = {}
+        except Exception as error:  # noqa: BLE001  # told below, to the one request it belongs to
+            failure = error
+        # Every rank retries, or none: the model's collectives need all of them.
+        if self._all_agree(failure is None):
+            return samples
+        if len(rows) == 1:
+            request_id = rows[0].request.request_id
+            logger.error("request failed alone request_id=%s", request_id, exc_info=failure)
+            reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank failed"
+            return {request_id: SampledToken(token=0, error=f"the model failed on this request: {reason}")}
+        logger.warning("step failed, its rows are run one by one rows=%d error=%r", len(rows), failure)
         for row in rows:
             samples |= self._compute([row])
         return samples
@@ -74,7 +95,9 @@ class ModelRunner:
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
             logits_LV = self._logits(batch)
-            return self._sampler.sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
+            if not self._is_driver or not batch.sampling_rows:
+                return {}
+            return self._sampler.sample(batch.sampling_rows, logits_LV)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""

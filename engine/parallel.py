@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
-from typing import Protocol
+from time import monotonic, sleep
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, though not by name
+from transformers import PreTrainedModel
 
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy, CopyKind
@@ -23,10 +26,15 @@ from engine.errors import EngineDead
 from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.request import SamplingParams
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 POLL = timedelta(seconds=5)
-"""How often a waiting rank looks whether it was asked to end."""
+"""How often a waiting rank asks the store anew; it wakes at once when an order comes."""
+PAUSE_POLL_S = 0.005
+NO_TIMEOUT_S = 365 * 24 * 3600.0
+"""What `cpu_group_timeout=None` means: gloo wants a number."""
 
 
 class Verb(Enum):
@@ -34,17 +42,15 @@ class Verb(Enum):
 
     STEP = "step"
     PARK = "park"
-    VERSION = "version"
     STOP = "stop"
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One order of the driver; `version` is the weight version from here on."""
+    """One order of the driver."""
 
     verb: Verb
     plan: StepPlan = field(default_factory=lambda: StepPlan([]))
-    version: int = 1
 
 
 class StepRunner(Protocol):
@@ -58,7 +64,8 @@ class RankGroup:
 
     def __init__(self, *, timeout_s: float | None) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        limit = timedelta(seconds=timeout_s) if timeout_s is not None else timedelta(days=365)
+        self.timeout_s = NO_TIMEOUT_S if timeout_s is None else timeout_s
+        limit = timedelta(seconds=self.timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=limit)
         self._store = _make_store(self.rank, self.size, limit)
         self._num_orders = 0
@@ -66,6 +73,12 @@ class RankGroup:
     @property
     def is_driver(self) -> bool:
         return self.rank == 0
+
+    def same(self, value: T) -> T:
+        """Gives the driver's value on every rank."""
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self._control)
+        return box[0]
 
     def send(self, order: Order) -> None:
         """Tells the other ranks what to do; the driver calls it."""
@@ -81,6 +94,20 @@ class RankGroup:
             yield order
             if order.verb is Verb.STOP:
                 return
+
+    def mark_pause_left(self, number: int) -> None:
+        """Tells the driver that this rank has left the pause of the `number`-th PARK."""
+        self._store.add(f"left/{number}", 1)
+
+    def wait_for_pauses_left(self, number: int) -> None:
+        """Returns when every other rank has left its pause; raises EngineDead when one does not in time."""
+        deadline = monotonic() + self.timeout_s
+        while self._store.add(f"left/{number}", 0) < self.size - 1:
+            if monotonic() > deadline:
+                raise EngineDead(
+                    f"not every rank left the pause within {self.timeout_s:.0f} s; all ranks have to enter it"
+                )
+            sleep(PAUSE_POLL_S)
 
     def all_agree(self, is_well: bool) -> bool:
         """Gives True on every rank when all are well; raises EngineDead when one does not answer in time."""
@@ -111,19 +138,36 @@ class DriverRunner:
     def __init__(self, runner: StepRunner, ranks: RankGroup) -> None:
         self._runner = runner
         self._ranks = ranks
+        self._num_pauses = 0
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
-        self._ranks.send(Order(Verb.STEP, plan=plan))
+        self._ranks.send(Order(Verb.STEP, plan))
         return self._runner.run(plan)
 
+    def park(self) -> None:
+        """Lets the pauses of the other ranks begin."""
+        self._ranks.send(Order(Verb.PARK))
 
-def _make_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
+    def unpark(self) -> None:
+        """Waits until the other ranks have left theirs, or their weights would be half changed."""
+        self._ranks.wait_for_pauses_left(self._num_pauses)
+        self._num_pauses += 1
+
+    def close(self) -> None:
+        """Ends the loops of the other ranks."""
+        self._ranks.send(Order(Verb.STOP))
+
+
+def rank_group_of(model: PreTrainedModel, *, timeout_s: float | None) -> RankGroup | None:
+    """Gives the ranks that a model is cut over, or None for a whole one."""
+    if not dist.is_available() or not dist.is_initialized() or not getattr(model, "tp_size", None):
+        return None
+    return RankGroup(timeout_s=timeout_s)
+
+
+def _make_store(rank: int, size: int, timeout: timedelta) -> TCPStore:
     """A store at the driver's address on a free port, which the driver tells the others."""
-    store = (
-        dist.TCPStore("0.0.0.0", 0, size, is_master=True, wait_for_workers=False, timeout=timeout)
-        if rank == 0
-        else None
-    )
+    store = TCPStore("0.0.0.0", 0, size, is_master=True, wait_for_workers=False, timeout=timeout) if rank == 0 else None
     place: list[tuple[str, int] | None] = [(socket.gethostname(), store.port) if store is not None else None]
     dist.broadcast_object_list(place, src=0)
     assert place[0] is not None
@@ -131,7 +175,7 @@ def _make_store(rank: int, size: int, timeout: timedelta) -> dist.TCPStore:
     if store is not None:
         return store
     address = "127.0.0.1" if host == socket.gethostname() else host
-    return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+    return TCPStore(address, port, size, is_master=False, timeout=timeout)
 
 
 def encode(order: Order) -> str:
@@ -140,12 +184,12 @@ def encode(order: Order) -> str:
         [row.request.request_id, row.start, row.token_ids, row.block_tables, row.samples] for row in order.plan.rows
     ]
     copies = [[[copy.kind.value, copy.source, copy.target] for copy in group] for group in order.plan.copies]
-    return json.dumps([order.verb.value, order.version, rows, copies])
+    return json.dumps([order.verb.value, rows, copies])
 
 
 def decode(text: bytes) -> Order:
     """Gives back what `encode` took; the requests are nameplates, since only the driver samples."""
-    verb, version, rows, copies = json.loads(text)
+    verb, rows, copies = json.loads(text)
     plan = StepPlan(
         rows=[
             PlannedRow(
@@ -159,4 +203,4 @@ def decode(text: bytes) -> Order:
         ],
         copies=[[BlockCopy(CopyKind(kind), source, target) for kind, source, target in group] for group in copies],
     )
-    return Order(Verb(verb), plan, version)
+    return Order(Verb(verb), plan)

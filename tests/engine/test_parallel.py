@@ -1,0 +1,83 @@
+"""Two gloo ranks on the CPU against the whole model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_program import PROMPTS
+from tiny_models import tiny_model
+from transformers import PreTrainedModel
+
+from engine.active_request import ActiveRequest
+from engine.block_pool import BlockCopy, CopyKind
+from engine.parallel import Order, Verb, decode, encode
+from engine.plan import PlannedRow, StepPlan
+from engine.request import SamplingParams
+
+PROGRAM = Path(__file__).parent / "rank_program.py"
+NUM_NEW = 12
+
+
+def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+def run_ranks(folder: Path, scenario: str, *, succeeds: bool = True) -> dict[str, Any]:
+    result = folder / "result.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(PROGRAM)]
+    done = subprocess.run(
+        [*command, str(folder), scenario, str(result)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=Path(__file__).parents[2],
+    )
+    assert not succeeds or done.returncode == 0, done.stderr[-3000:]
+    return json.loads(result.read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_two_ranks_generate_what_the_whole_model_does_and_pause_together(folder: Path) -> None:
+    found = run_ranks(folder, "pause")
+    model = tiny_model("llama")
+    assert found["tokens"] == [greedy(model, prompt) for prompt in PROMPTS]
+    model.model.norm.weight.data.mul_(-1.0)
+    assert found["after"] == greedy(model, PROMPTS[0])
+    assert (found["version"], found["cached"]) == (2, 0)
+
+
+def test_cancelling_frees_the_blocks_of_all_ranks(folder: Path) -> None:
+    found = run_ranks(folder, "cancel")
+    assert (found["status"], found["used"]) == ("CANCELLED", 0)
+
+
+def test_a_dead_rank_ends_the_group_with_a_clear_error(folder: Path) -> None:
+    found = run_ranks(folder, "death", succeeds=False)
+    assert found["status"] == "FAILED"
+    assert "generation loop ended" in found["error"]
+
+
+def test_an_order_survives_its_journey() -> None:
+    request = ActiveRequest("a", [1, 2, 3], SamplingParams(), created_time=0.0)
+    row = PlannedRow(request, 1, [2, 3], [[4], [5]], samples=True)
+    order = Order(Verb.STEP, StepPlan([row], [[BlockCopy(CopyKind.TO_HOST, 1, 2)], []]))
+    there = decode(encode(order).encode())
+    assert (there.verb, there.plan.copies) == (order.verb, order.plan.copies)
+    (copy,) = there.plan.rows
+    assert (copy.start, copy.token_ids, copy.block_tables, copy.samples) == (1, [2, 3], [[4], [5]], True)
+    assert copy.request.request_id == "a"
