@@ -34,6 +34,7 @@ from engine.sampling_fields import PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
 
 _SAMPLERS_OWN = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 """What `sample` does itself, over many rows at once and faster."""
+_MAX_SCORE = torch.finfo(torch.float32).max
 _OFF_VALUES = PROCESSOR_OFF_VALUES | WARPER_OFF_VALUES
 _GENERATE_FIELDS = (*PROCESSOR_OFF_VALUES.keys() - {"presence_penalty", "frequency_penalty", "watermarking_config"},)
 
@@ -54,7 +55,8 @@ class RowProcessors:
         scores_1V = logits_V[None].to(torch.float32, copy=True)
         for processor in self._processors:
             scores_1V = processor(ids_1T, scores_1V)
-        return scores_1V
+        # A penalty may overflow to +inf, which is the best score to `generate` and no number to the sampler.
+        return scores_1V.clamp(max=_MAX_SCORE)
 
     def sampling_row(self, position: int) -> SamplingRow:
         """Gives what is left to do to the scores."""

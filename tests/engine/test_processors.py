@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from functools import cache
+from random import Random
 from types import MethodType
 from typing import Any
 
@@ -94,6 +95,13 @@ def greedy_cases() -> dict[str, dict[str, Any]]:
         "watermark_left": {"watermarking_config": WatermarkingConfig(bias=6.0)},
         "watermark_self": {"watermarking_config": WatermarkingConfig(bias=6.0, seeding_scheme="selfhash")},
         "watermark_synthid": {"watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 12])},
+        "overflow": {
+            # The score of the end token becomes the least number there is, and the decay then makes it infinite.
+            "min_new_tokens": 9,
+            "remove_invalid_values": True,
+            "exponential_decay_length_penalty": (2, 1.9),
+            "eos_token_id": 33,
+        },
         "together": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 6, "eos_token_id": end},
     }
 
@@ -132,6 +140,50 @@ def test_greedy_outputs_are_those_of_generate_and_neighbours_do_not_change(how: 
         wait_until(lambda: holds_nothing(manager))
     assert {request_id: list(output.generated_tokens) for request_id, output in outputs.items()} == requests
     assert torch.equal(torch.get_rng_state(), generator_state)
+
+
+def random_fields(random: Random) -> dict[str, Any]:
+    """Gives a few fields of a generation config with values that any prompt of one token or more can have."""
+
+    def tokens(num: int) -> list[int]:
+        return random.choices(range(VOCAB_SIZE), k=num)
+
+    makers: dict[str, Callable[[], Any]] = {
+        "repetition_penalty": lambda: random.uniform(0.5, 2),
+        "encoder_repetition_penalty": lambda: random.uniform(0.5, 2),
+        "no_repeat_ngram_size": lambda: random.randrange(1, 4),
+        "encoder_no_repeat_ngram_size": lambda: random.randrange(1, 3),
+        "min_length": lambda: random.randrange(1, NUM_NEW),
+        "min_new_tokens": lambda: random.randrange(12),
+        "bad_words_ids": lambda: [tokens(random.randrange(1, 3)) for _ in range(20)],
+        "sequence_bias": lambda: {tuple(tokens(random.randrange(1, 3))): random.uniform(-9, 9) for _ in range(20)},
+        "suppress_tokens": lambda: tokens(30),
+        "begin_suppress_tokens": lambda: tokens(30),
+        "forced_bos_token_id": lambda: 200,
+        "forced_eos_token_id": lambda: 201,
+        "exponential_decay_length_penalty": lambda: (random.randrange(5), random.uniform(1, 2)),
+        "renormalize_logits": lambda: True,
+        "remove_invalid_values": lambda: True,
+        "watermarking_config": lambda: WatermarkingConfig(bias=3.0, context_width=random.randrange(1, 3)),
+    }
+    fields = {name: makers[name]() for name in random.sample(sorted(makers), random.randrange(1, 7))}
+    if "suppress_tokens" in fields:
+        fields["suppress_tokens"] = sorted({*fields["suppress_tokens"]} - {200, 201})
+    return fields | {"eos_token_id": tokens(3)}
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+def test_random_combinations_are_those_of_generate() -> None:
+    random = Random(1)
+    cases = [(prompt_of(random.choice([1, 2, 5, 17, 30]), seed=i), random_fields(random)) for i in range(25)]
+    expected = [by_generate(prompt, max_new_tokens=NUM_NEW, **fields) for prompt, fields in cases]
+    with running(model(), **TIGHT) as manager:
+        ids = [
+            manager.add_request(prompt, sampling=as_sampling(fields, max_new_tokens=NUM_NEW))
+            for prompt, fields in cases
+        ]
+        outputs = [result_of(manager, request_id) for request_id in ids]
+    assert [list(output.generated_tokens) for output in outputs] == expected
 
 
 def test_a_config_asks_for_the_same_as_the_fields_of_a_request() -> None:
