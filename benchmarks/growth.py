@@ -81,8 +81,8 @@ class NoModel:
 class EngineSide:
     """Scheduler, loop and outbox on this thread, one step a call."""
 
-    def __init__(self, *, num_running: int) -> None:
-        config = make_config(max_requests_per_batch=num_running)
+    def __init__(self, *, num_running: int, **changes: Any) -> None:
+        config = make_config(max_requests_per_batch=num_running, **changes)
         self.scheduler = Scheduler(config)
         self._outbox = Outbox()
         self._factory = make_factory()
@@ -135,6 +135,7 @@ def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.growth", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="for the shared-prefix workload: a folder; the default model when not given")
+    parser.add_argument("--users", type=int, default=NUM_USERS, help="of the shared-prefix workload")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -144,7 +145,7 @@ def main() -> None:
     _print_streams()
     _print_lines()
     _print_memory()
-    _print_sharing(arguments.model)
+    _print_sharing(arguments.model, arguments.users)
 
 
 def _print_streams() -> None:
@@ -184,36 +185,39 @@ def _print_memory() -> None:
     print(f"| a waiting request, beyond its ids | {used / count - 8 * length:.0f} bytes | |")
 
 
-def _print_sharing(model_name: str | None) -> None:
+def _print_sharing(model_name: str | None, num_users: int) -> None:
     from engine import load_model
     from serve_app.model_store import DEFAULT_MODEL, resolve_model
 
     model = load_model(model_name or resolve_model(DEFAULT_MODEL.name), device="cpu")
-    speeds = {is_shared: _prefill_tokens_per_s(model, allow_block_sharing=is_shared) for is_shared in (False, True)}
-    what = f"prompts of {NUM_USERS} users behind one of {SYSTEM_LENGTH:,} tokens"
+    speeds = {is_shared: _prefill_tokens_per_s(model, num_users, is_shared) for is_shared in (False, True)}
+    what = f"prompts of {num_users} users behind one of {SYSTEM_LENGTH:,} tokens"
     for is_shared, speed in speeds.items():
         title = f"{what}, {'shared' if is_shared else 'not shared'}"
         print(f"| {title} | {speed:.0f} tokens/s | {speed / speeds[False]:.1f}x |")
 
 
-def _prefill_tokens_per_s(model: Any, *, allow_block_sharing: bool) -> float:
-    """Prompt tokens over the time from the first submission to the last first token."""
-    from engine import ContinuousBatchingConfig, init_continuous_batching
-
+def shared_prefix_prompts(num_users: int, vocab_size: int) -> list[list[int]]:
+    """Gives one system prompt with a suffix for each user."""
     generator = torch.Generator().manual_seed(0)
-    vocab_size = model.config.get_text_config().vocab_size
 
     def ids(length: int) -> list[int]:
         drawn: list[int] = torch.randint(vocab_size, (length,), generator=generator).tolist()
         return drawn
 
     system = ids(SYSTEM_LENGTH)
-    lengths = torch.linspace(*SUFFIXES, NUM_USERS).long().tolist()
-    prompts = [system + ids(length) for length in lengths]
-    config = ContinuousBatchingConfig(page_size=16, num_blocks=6_000, allow_block_sharing=allow_block_sharing)
+    return [system + ids(length) for length in torch.linspace(*SUFFIXES, num_users).long().tolist()]
+
+
+def _prefill_tokens_per_s(model: Any, num_users: int, is_shared: bool) -> float:
+    """Prompt tokens over the time from the first submission to the last first token."""
+    from engine import ContinuousBatchingConfig, init_continuous_batching
+
+    prompts = shared_prefix_prompts(num_users, model.config.get_text_config().vocab_size)
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=6_000, allow_block_sharing=is_shared)
     manager = init_continuous_batching(model, continuous_batching_config=config)
     manager.start()
-    manager.add_request(ids(200), max_new_tokens=2, eos_token_id=-1)
+    manager.add_request(prompts[0][500:700], max_new_tokens=2, eos_token_id=-1)
     assert manager.get_result() is not None
     started = perf_counter()
     for request_id in manager.add_requests(prompts, max_new_tokens=1):

@@ -58,9 +58,9 @@ def build_batch(
     )
 
 
-def max_read_tokens(longest: int) -> int:
-    """Gives how many keys attention reads at once at most, for requests of up to `longest` tokens."""
-    return max(MAX_GROUP_TOKENS, longest)
+def max_read_tokens(longest: int, max_requests: int) -> int:
+    """Gives how many keys attention reads at once at most, for so many requests of up to `longest` tokens."""
+    return max(longest, min(MAX_GROUP_TOKENS, max_requests * longest))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from time import perf_counter
 from typing import Protocol
 
 from engine.active_request import ActiveRequest
-from engine.errors import DuplicateRequest, EngineDead, EngineStopped
+from engine.errors import DuplicateRequest, EngineDead, EngineStopped, QueueFull
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
 from engine.plan import SampledToken, StepPlan
@@ -95,8 +95,12 @@ class GenerationLoop:
         """Requests that no step has taken up yet."""
         return self._num_in_inbox + self._stats.num_waiting
 
-    def submit(self, request: ActiveRequest) -> None:
-        """Posts a checked request. Raises DuplicateRequest; EngineStopped or EngineDead when no step will take it."""
+    def submit(self, request: ActiveRequest, *, max_waiting: int = 0) -> None:
+        """Posts a checked request, its children with it.
+
+        Raises DuplicateRequest, QueueFull when `max_waiting` (0: any number) wait already, and EngineStopped or
+        EngineDead when no step will take it.
+        """
         with self._wake:
             self._raise_if_closed()
             family = {request.request_id, *(child.request_id for child in request.children)}
@@ -104,11 +108,16 @@ class GenerationLoop:
                 # A parent's id stays taken until its last child has ended: cancelling it cancels them.
                 if request_id in self._active_ids or request_id in self._families:
                     raise DuplicateRequest(f"request id {request_id!r} is in flight; choose another", "request_id")
+            waiting = self.num_waiting
+            if max_waiting and waiting >= max_waiting:
+                raise QueueFull(
+                    f"{waiting} requests wait, and max_queue_size is {max_waiting}; try again later", waiting
+                )
             self._active_ids |= family
             if request.children:
                 self._families[request.request_id] = family
             self._inbox.append(request)
-            self._num_in_inbox += 1
+            self._num_in_inbox += len(family)
             self._wake.notify_all()
 
     def cancel(self, request_id: str) -> None:
@@ -205,9 +214,9 @@ class GenerationLoop:
                 if self._num_pauses > 0:
                     self._park()
                 posted, self._inbox = self._inbox, []
-                self._num_in_inbox = 0
+                num_posted = self._num_in_inbox
                 stop = self._stop
-            self._take_in(posted)
+            self._take_in(posted, num_posted)
             if stop is StopMode.HARD:
                 return False
             if self._scheduler.has_requests:
@@ -230,7 +239,7 @@ class GenerationLoop:
         self._is_parked = False
         self._paused_seconds += perf_counter() - started
 
-    def _take_in(self, posted: list[ActiveRequest | _Cancel]) -> None:
+    def _take_in(self, posted: list[ActiveRequest | _Cancel], num_posted: int) -> None:
         ended = []
         for item in posted:
             if isinstance(item, ActiveRequest):
@@ -239,7 +248,9 @@ class GenerationLoop:
                 request = self._scheduler.end(item.request_id, FinishReason.CANCELLED, perf_counter())
                 ended += [request] if request is not None else []
         if posted:
-            self._refresh_stats()
+            with self._wake:  # or they would for a moment be counted twice, or not at all
+                self._num_in_inbox -= num_posted
+                self._refresh_stats()
         self._publish(ended)
 
     def _step(self) -> None:

@@ -15,7 +15,6 @@ from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
     EngineStopped,
     InvalidRequest,
-    QueueFull,
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
@@ -219,13 +218,7 @@ class ContinuousBatchingManager:
         for member in (request, *request.children):
             self._stop_strings.prepare(member, tokenizer)
             member.streaming, member.record_timestamps = streaming, record_timestamps
-        limit = self.config.max_queue_size
-        if limit and self._loop.num_waiting >= limit:
-            raise QueueFull(
-                f"{limit} requests wait already, which is max_queue_size; try again later",
-                limit,
-            )
-        self._loop.submit(request)
+        self._loop.submit(request, max_waiting=self.config.max_queue_size)
         return request.request_id
 
     def add_requests(

@@ -118,13 +118,15 @@ def _demand(
     widest = max(layer.values_per_token for layer in layers) * dtype.itemsize
     embeddings = model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding)
+    max_requests = config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS_PER_BATCH
+    max_requests = min(max_requests, config.max_batch_tokens or max_requests)
     return MemoryDemand(
         page_size=page_size,
-        max_requests=config.max_requests_per_batch or hints.num_requests or DEFAULT_MAX_REQUESTS_PER_BATCH,
+        max_requests=max_requests,
         longest=longest,
         windows=windows,
         block_bytes=tuple(_bytes_per_block(layers, window, model_len, page_size, dtype) for window in windows),
-        read_bytes=max_read_tokens(longest) * widest,
+        read_bytes=max_read_tokens(longest, max_requests) * widest,
         token_bytes=(ACTIVATION_WIDTH * embeddings.embedding_dim + min(longest, MASKED_TOKENS)) * dtype.itemsize,
     )
 

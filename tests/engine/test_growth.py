@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 import torch
 
-from benchmarks.growth import EngineSide, make_factory
+from benchmarks.growth import EngineSide, make_factory, shared_prefix_prompts
 from engine.active_request import ActiveRequest
 from engine.attention.step import LayerView
 from engine.batch import MAX_GROUP_TOKENS, build_batch
@@ -85,6 +85,20 @@ def test_a_waiting_request_costs_little_beyond_its_ids(prompt_length: int) -> No
     finally:
         tracemalloc.stop()
     assert used / num_requests - 8 * prompt_length < MAX_WAITING_BYTES
+
+
+@pytest.mark.parametrize("num_tokens_of_a_step", [128, 8_192])
+def test_a_shared_system_prompt_saves_four_fifths_of_the_work(num_tokens_of_a_step: int) -> None:
+    side, factory = EngineSide(num_running=64, page_size=16, max_batch_tokens=num_tokens_of_a_step), make_factory()
+    prompts = shared_prefix_prompts(64, vocab_size=1_000)
+    for prompt in prompts:
+        side.submit(factory.make(prompt, request_id=None, sampling=SamplingParams(max_new_tokens=1)))
+    side.take_in()
+    while side.scheduler.has_requests:
+        side.step()
+    counters = side.scheduler.counters
+    assert counters.prompt_tokens == sum(map(len, prompts))
+    assert counters.prompt_tokens / (counters.prompt_tokens - counters.cached_tokens) >= 5
 
 
 def view_of(ends: list[int]) -> tuple[LayerView, list[PlannedRow], KVCache]:
