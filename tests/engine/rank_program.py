@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from engine import ContinuousBatchingConfig, SamplingParams, init_continuous_batching
+from engine import ContinuousBatchingConfig, EngineDead, SamplingParams, init_continuous_batching
 
 PROMPTS = [list(range(1, 40)), [5, 6, 7], [*range(1, 40), 9], [200]]
 TIMEOUT_S = 15.0
@@ -47,9 +47,11 @@ def main(folder: str, scenario: str, result: str) -> None:
     if scenario == "death":
         if not manager.is_driver:
             os._exit(3)
-        name = manager.add_request(PROMPTS[1], sampling=sampling)
-        output = manager.get_result(name, timeout=4 * TIMEOUT_S)
-        found["status"], found["error"] = output.status.name, output.error
+        try:
+            name = manager.add_request(PROMPTS[1], sampling=sampling)
+            found["error"] = manager.get_result(name, timeout=4 * TIMEOUT_S).error
+        except EngineDead as error:  # noticed before the request was sent
+            found["error"] = str(error)
     if manager.is_driver:
         with open(result, "w") as file:  # noqa: PTH123
             json.dump(found, file)
