@@ -16,9 +16,9 @@ from engine.plan import PlannedRow
 GROUP_STRETCH = 1.5
 """Rows of a decode group differ in length by this factor at most: they are padded to the longest, and each group costs
 three more kernel calls a layer."""
-MAX_GROUP_TOKENS = 32_768
+MAX_GROUP_TOKENS = 8_192
 """Keys that a decode group of several rows reads at most: rows that share a prefix read it once each, so a group could
-otherwise need many times the memory of the cache itself."""
+otherwise need many times the memory of the cache itself. At this size the kernel calls are lost in the copying."""
 
 
 @dataclass(frozen=True, slots=True)

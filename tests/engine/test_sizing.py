@@ -1,10 +1,14 @@
 """What `None` becomes: blocks and steps as large as memory allows, and no larger than requests can use."""
 
 import logging
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from engine_runs import greedy, prompt_of, run_all, running
 from tiny_models import SLIDING_WINDOW, tiny_model
 from transformers import PreTrainedModel
 
@@ -140,3 +144,60 @@ def test_version_one_control_groups_and_paths_of_the_host_are_understood(tmp_pat
     assert free_host_bytes(tmp_path) == 6 * MIB
     write(mount / "memory.usage_in_bytes", f"{80 * MIB}")
     assert free_host_bytes(tmp_path) == 0
+
+
+def test_a_full_cache_takes_no_more_of_the_machine_than_its_share() -> None:
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(Path(__file__).parent)!r})
+        import psutil
+        import torch
+        torch.set_num_threads(1)
+        from engine import ContinuousBatchingConfig, init_continuous_batching
+        from engine.host_memory import free_host_bytes
+        from engine_runs import prompt_of
+        from tiny_models import tiny_model
+        model = tiny_model("llama", head_dim=128, num_key_value_heads=4, max_position_embeddings=1024)
+
+        def fill(num_requests, **values):
+            config = ContinuousBatchingConfig(page_size=16, max_batch_tokens=512, **values)
+            manager = init_continuous_batching(model, continuous_batching_config=config)
+            manager.start()
+            num_requests = num_requests or manager.config.num_blocks * 16 // 400 + 1
+            ids = manager.add_requests([prompt_of(400, seed=n) for n in range(num_requests)], max_new_tokens=2)
+            assert all(manager.get_result(request_id, timeout=60) for request_id in ids)
+            used = psutil.Process().memory_info().rss
+            stats = manager.stats()
+            assert num_requests == 4 or stats.num_cached_blocks > 0.9 * stats.num_blocks
+            manager.destroy()
+            return used
+
+        before = fill(4, num_blocks=40)
+        allowed = 192 * 2**20
+        used = fill(None, max_memory_percent=allowed / free_host_bytes()) - before
+        print(used / allowed)
+    """
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=Path(__file__).parents[2],
+        timeout=120,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert 0.7 < float(finished.stdout) <= 1.05
+
+
+def test_layers_with_a_window_keep_only_their_window() -> None:
+    model = tiny_model("gemma3")
+    prompt = prompt_of(200, seed=3)
+    expected, used = greedy(model, prompt, 100), []
+    with running(model, page_size=4, num_blocks=128, max_batch_tokens=32) as manager:
+        pools = [group.pool for group in manager._loop._scheduler.groups]
+        model.register_forward_pre_hook(lambda *_: used.append([pool.num_blocks - pool.num_free for pool in pools]))
+        assert run_all(manager, [prompt], 100) == [expected]
+    most_full, most_windowed = (max(column) for column in zip(*used, strict=True))
+    assert most_full == 75
+    # What a window of 20 can see from a step of 32 tokens, in blocks of 4; and from one token when it decodes.
+    assert most_windowed <= (SLIDING_WINDOW + 32) // 4 + 1
+    assert used[-1][1] <= SLIDING_WINDOW // 4 + 1
