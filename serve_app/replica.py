@@ -188,6 +188,7 @@ class EngineReplica:
                 streaming=True,
                 sampling=sampling,
                 cache_salt=request.cache_salt,
+                hints=request.hints,
             )
         except PitstopError:
             self._manager.forget_result_handler(request.request_id)
