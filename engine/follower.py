@@ -56,7 +56,7 @@ class FollowerLoop:
     def num_waiting(self) -> int:
         return 0
 
-    def submit(self, request: ActiveRequest) -> None:
+    def submit(self, request: ActiveRequest, *, max_waiting: int = 0) -> None:  # noqa: ARG002
         """Not called: requests enter at the driver."""
         raise EngineStopped(f"request {request.request_id} was sent to a rank that is not the driver")
 
