@@ -44,7 +44,7 @@ def start_child(command: list[str], *, environment: Mapping[str, str], log_file:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=_prepare_child,
         )
 
 
@@ -88,6 +88,8 @@ def _reap() -> None:
         return
 
 
-def _end_with_parent() -> None:
+def _prepare_child() -> None:
     """Run in the child between fork and exec."""
+    # A script's background jobs (`make serve &`, nohup) ignore SIGINT, and so would the child, which is ended by it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
