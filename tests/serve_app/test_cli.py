@@ -134,6 +134,43 @@ def test_serve_names_a_setting_it_does_not_know(
     assert "replicas.most is not a setting" in refusal(capsys)
 
 
+@pytest.mark.parametrize(
+    ("line", "misspelt", "named"),
+    [
+        ("http_options:", "http_optoins:", "http_optoins is not"),
+        ("  host:", "  hots:", "http_options.hots is not"),
+        ("  log_level:", "  log_levle:", "logging_config.log_levle is not"),
+        ("    route_prefix:", "    route_perfix:", "applications.route_perfix is not"),
+    ],
+)
+def test_serve_names_a_key_that_serve_would_leave_out(
+    line: str,
+    misspelt: str,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.read_text().replace(f"\n{line}", f"\n{misspelt}"))
+    assert run(monkeypatch, "serve", config, "--port", str(free_port)) == 1
+    assert named in refusal(capsys)
+
+
+@pytest.mark.parametrize("options", ["", "http_options:\n", "http_options: {port: 9000}\n"])
+def test_a_file_that_names_no_host_is_served_on_loopback(options: str, tmp_path: Path) -> None:
+    file, rendered = tmp_path / "config.yaml", tmp_path / "rendered.yaml"
+    file.write_text(options + "applications: [{import_path: 'serve_app.app:build_app'}]")
+    read_config(file, Overrides(port=8123)).write(rendered)
+    assert yaml.safe_load(rendered.read_text())["http_options"] == {"host": "127.0.0.1", "port": 8123}
+
+
+@pytest.mark.parametrize("config", sorted(CONFIG.parent.glob("*.yaml")), ids=lambda path: path.name)
+def test_serve_knows_every_key_of_our_configs(config: Path) -> None:
+    assert read_config(config, Overrides()).unknown_key() is None
+
+
 def test_overrides_change_three_things_and_nothing_else(tmp_path: Path) -> None:
     rendered = tmp_path / "rendered.yaml"
     config = read_config(CONFIG, Overrides(port=8123, model="/some/folder", replicas=2))
