@@ -179,7 +179,8 @@ class AppSettings(Section):
     def admin_key(self) -> str | None:
         """Gives the admin key, or None where none is configured.
 
-        Raises ValueError for a key file that cannot be read and for a key that is too short.
+        Raises ValueError for a key file that cannot be read, and for a key that is too short or that clients could not
+        send: each encodes what is not ASCII in its own way.
         """
         key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
         path = os.environ.get(ADMIN_KEY_FILE_VARIABLE) or self.admin_key_file
@@ -189,6 +190,8 @@ class AppSettings(Section):
             return None
         if len(key) < MIN_ADMIN_KEY_LENGTH:
             raise ValueError(f"the admin key has {len(key)} characters; use at least {MIN_ADMIN_KEY_LENGTH}")
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise ValueError("the admin key must be printable ASCII without spaces, as a header has to carry it")
         return key
 
 
