@@ -106,7 +106,7 @@ def generate_batch(
     fails is there too, with status FAILED and its `error`; it does not touch the others. tokenizer: needed by stop
     strings alone.
     """
-    if not inputs:
+    if len(inputs) == 0:
         return {}
     lengths = [len(ids) for ids in inputs if isinstance(ids, Sized)]
     hints = WorkloadHints(

@@ -36,7 +36,8 @@ class ReplicaSettings(Section):
     torch_threads: threads of one forward pass; None is the cores of this machine over `max`, at least one.
     max_ongoing_requests: requests that Serve hands to one replica. Far above what an engine holds, because Serve's own
         queue polls with back-off while the engine's does not; it also has to leave room for control calls.
-    graceful_shutdown_timeout_s: seconds a leaving replica has to finish its streams before they are cut.
+    graceful_shutdown_timeout_s: seconds a leaving replica has to finish its streams before they are cut; as long as a
+        request may take (`limits.request_timeout_s`), so that scaling down ends no stream.
     health_check_period_s, health_check_timeout_s: seconds; three failures in a row replace a replica.
     """
 
@@ -46,7 +47,7 @@ class ReplicaSettings(Section):
     num_gpus: float = Field(default=0, ge=0)
     torch_threads: int | None = Field(default=None, ge=1)
     max_ongoing_requests: int = Field(default=10_000, ge=16)
-    graceful_shutdown_timeout_s: float = Field(default=30.0, ge=0)
+    graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
     health_check_period_s: float = Field(default=5.0, gt=0)
     health_check_timeout_s: float = Field(default=30.0, gt=0)
 
@@ -179,7 +180,8 @@ class AppSettings(Section):
     def admin_key(self) -> str | None:
         """Gives the admin key, or None where none is configured.
 
-        Raises ValueError for a key file that cannot be read and for a key that is too short.
+        Raises ValueError for a key file that cannot be read, and for a key that is too short or that clients could not
+        send: each encodes what is not ASCII in its own way.
         """
         key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
         path = os.environ.get(ADMIN_KEY_FILE_VARIABLE) or self.admin_key_file
@@ -189,6 +191,8 @@ class AppSettings(Section):
             return None
         if len(key) < MIN_ADMIN_KEY_LENGTH:
             raise ValueError(f"the admin key has {len(key)} characters; use at least {MIN_ADMIN_KEY_LENGTH}")
+        if not (key.isascii() and key.isprintable()) or " " in key:
+            raise ValueError("the admin key must be printable ASCII without spaces, as a header has to carry it")
         return key
 
 

@@ -40,7 +40,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
-                f"the text holds half a surrogate pair at character {error.start}; send whole characters"
+                f"the text holds half a surrogate pair at character {error.start}; send whole characters", "prompt"
             ) from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids

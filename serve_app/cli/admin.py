@@ -1,6 +1,7 @@
 """`pitstop swap` and `pitstop status`: the admin routes over HTTP."""
 
 import json
+from ipaddress import ip_address
 from typing import Any
 
 import httpx
@@ -32,7 +33,14 @@ class AdminApi:
 
     def _send(self, method: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            response = httpx.request(method, self._url, json=body, headers=self._headers, timeout=timeout_s)
+            response = httpx.request(
+                method,
+                self._url,
+                json=body,
+                headers=self._headers,
+                timeout=timeout_s,
+                trust_env=not _is_this_machine(self._url),
+            )
         except httpx.TimeoutException as error:
             raise CommandFailed(f"{self._url} did not answer within {timeout_s:.0f} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -67,6 +75,15 @@ def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
             f"{replica['replica_id']}: version {replica['version']}, {replica['state']}, "
             f"{replica['num_running']} running, {replica['num_waiting']} waiting"
         )
+
+
+def _is_this_machine(url: str) -> bool:
+    """Whether what the environment says of proxies is not meant for this address."""
+    host = httpx.URL(url).host
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _reason(response: httpx.Response) -> str:

@@ -26,12 +26,17 @@ def ensure_key_file(cache_dir: Path) -> Path:
 
 def find_admin_key(key: str | None, key_file: Path | None, *, cache_dir: Path) -> str:
     """The configured key, else the one in the named file, else the one that `pitstop serve` made."""
-    if key:
-        return key
-    path = key_file or cache_dir / KEY_FILE_NAME
+    found = key or _read(key_file or cache_dir / KEY_FILE_NAME)
+    if not (found.isascii() and found.isprintable()) or " " in found:
+        raise CommandFailed("the admin key cannot be sent: it must be printable ASCII without spaces")
+    return found
+
+
+def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise CommandFailed(
-            f"no admin key: {path} cannot be read ({error.strerror}); set PITSTOP_ADMIN_KEY or PITSTOP_ADMIN_KEY_FILE"
+            f"no admin key: {path} cannot be read ({reason}); set PITSTOP_ADMIN_KEY or PITSTOP_ADMIN_KEY_FILE"
         ) from error

@@ -46,7 +46,7 @@ def start_supervised(command: list[str], *, environment: Mapping[str, str], log_
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=functools.partial(_ask_for_death_signal, signal.SIGTERM),
+            preexec_fn=functools.partial(_prepare_child, signal.SIGTERM),
         )
 
 
@@ -69,7 +69,7 @@ def start_below(command: list[str]) -> subprocess.Popen[bytes]:
 
     By SIGKILL, which Ray's servers pass on: while Ray starts, nobody may look at a SIGTERM.
     """
-    return subprocess.Popen(command, preexec_fn=functools.partial(_ask_for_death_signal, signal.SIGKILL))
+    return subprocess.Popen(command, preexec_fn=functools.partial(_prepare_child, signal.SIGKILL))
 
 
 def end_descendants(child: subprocess.Popen[bytes]) -> None:
@@ -103,6 +103,8 @@ def _reap() -> None:
         return
 
 
-def _ask_for_death_signal(number: signal.Signals) -> None:
+def _prepare_child(number: signal.Signals) -> None:
     """Have the kernel send the signal when the parent dies. Runs in the child between fork and exec."""
+    # A script's background jobs (`make serve &`, nohup) ignore SIGINT, and so would the child, which is ended by it.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _libc.prctl(PR_SET_PDEATHSIG, number)

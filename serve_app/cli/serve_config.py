@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
+from pydantic import BaseModel
 
 from serve_app.cli.failure import CommandFailed
 
 IMPORT_PATH = "serve_app.app:build_app"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
-"""Host and port are Serve's own defaults."""
+"""Of a file that names none. Serve's own default host for files is every interface, and the API has no user keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,12 @@ class ServeConfig:
     @property
     def host(self) -> str:
         """The address to bind."""
-        return str((self.tree.get("http_options") or {}).get("host", DEFAULT_HOST))
+        return str(self.tree["http_options"]["host"])
 
     @property
     def port(self) -> int:
         """The port to bind."""
-        return int((self.tree.get("http_options") or {}).get("port", DEFAULT_PORT))
+        return int(self.tree["http_options"]["port"])
 
     @property
     def name(self) -> str:
@@ -57,6 +58,13 @@ class ServeConfig:
         host = DEFAULT_HOST if self.host in ("0.0.0.0", "::") else self.host
         prefix = str(self.application.get("route_prefix") or "/").rstrip("/")
         return f"http://{host}:{self.port}{prefix}"
+
+    def unknown_key(self) -> str | None:
+        """The first key that Serve does not know, dotted; it would leave it out without a word."""
+        # Importing Ray takes seconds, which a refusal of the file itself need not wait for.
+        from ray.serve.schema import ServeDeploySchema
+
+        return _unknown_key(self.tree, ServeDeploySchema)
 
     def write(self, path: Path) -> None:
         """Render it as YAML."""
@@ -75,6 +83,7 @@ def read_config(path: Path, overrides: Overrides) -> ServeConfig:
     try:
         application = _find_application(tree)
         application["args"] = dict(application.get("args") or {})
+        tree["http_options"] = {"host": DEFAULT_HOST, "port": DEFAULT_PORT} | (tree.get("http_options") or {})
         config = ServeConfig(tree=tree, application=application)
         _apply(overrides, config)
         if not 0 < config.port < 65536:
@@ -94,9 +103,31 @@ def _find_application(tree: dict[str, Any]) -> dict[str, Any]:
 
 def _apply(overrides: Overrides, config: ServeConfig) -> None:
     if overrides.port is not None:
-        config.tree["http_options"] = {**(config.tree.get("http_options") or {}), "port": overrides.port}
+        config.tree["http_options"]["port"] = overrides.port
     if overrides.model is not None:
         config.args["model"] = overrides.model
     if overrides.replicas is not None:
         bounds = {"min": overrides.replicas, "max": overrides.replicas}
         config.args["replicas"] = {**(config.args.get("replicas") or {}), **bounds}
+
+
+def _unknown_key(values: Any, schema: type[BaseModel]) -> str | None:
+    """Values that are no mapping are left to Serve, which refuses them."""
+    for key, value in values.items() if isinstance(values, dict) else ():
+        if key not in schema.model_fields:
+            return str(key)
+        inner = _inner_schema(schema.model_fields[key].annotation)
+        if inner is None:
+            continue
+        for item in value if isinstance(value, list) else [value]:
+            if (unknown := _unknown_key(item, inner)) is not None:
+                return f"{key}.{unknown}"
+    return None
+
+
+def _inner_schema(annotation: Any) -> type[BaseModel] | None:
+    """The one schema of a field, alone, optional or in a list; None where a free mapping is allowed, too."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    return _inner_schema(parts[0]) if len(parts) == 1 else None

@@ -11,6 +11,9 @@ from engine import InvalidRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 
+MAX_NAME_LENGTH = 60
+"""Characters up to which an unknown name is repeated as it is."""
+
 _short = Repr()
 _short.maxstring = _short.maxother = 60
 """Characters of a refused value that a message repeats: enough to recognise it, and never a whole prompt."""
@@ -57,9 +60,15 @@ def _first_problem(problems: list[ErrorDetails]) -> InvalidRequest:
     problem = max(problems, key=lambda candidate: len(candidate["loc"]))
     place = _name(problem["loc"])
     if problem["type"] == "extra_forbidden":
+        # The client chose this name, which may look like anything; the others are ours.
+        place = _join(_name(problem["loc"][:-1]), _readable(str(problem["loc"][-1])))
         return InvalidRequest(f"{place} is not a parameter of this endpoint", place)
     if problem["type"] == "missing":
         return InvalidRequest(f"{place} is missing", place)
+    if problem["type"] == "string_unicode":
+        # A value, or a name within an object, which is all that pydantic tells.
+        held = f"{shorten(problem['input'])}, which has half a surrogate pair; send whole characters"
+        return InvalidRequest(f"{place or 'the body'} holds {held}", place or None)
     message = problem["msg"][0].lower() + problem["msg"][1:]
     return InvalidRequest(f"{place} is {shorten(problem['input'])}; {message}", place)
 
@@ -77,6 +86,14 @@ def _name(location: tuple[int | str, ...]) -> str:
     # Names of union branches ("str", "list[TextPart]") stand among the field names; no field looks like them.
     fields = [part for part in location if isinstance(part, int) or (part.isidentifier() and part != "str")]
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in fields).removeprefix(".")
+
+
+def _readable(name: str) -> str:
+    return name if name and name.isprintable() and len(name) <= MAX_NAME_LENGTH else shorten(name)
+
+
+def _join(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
 
 
 def _refuse_constant(name: str) -> NoReturn:

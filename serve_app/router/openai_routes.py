@@ -36,18 +36,18 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
     async def chat_completions(request: Request) -> Response:
         body = parse_body(ChatRequest, await read_body(request, limit_bytes=settings.limits.max_body_bytes))
         _check_model(body.model, settings)
-        ask = _ask(body, await service.chat_ids(body.messages))
-        style = ChatFormat(_envelope("chatcmpl", body, ask), service.tokenizer)
         with _parameters_named(prompt="messages"):
+            ask = _ask(body, await service.chat_ids(body.messages))
+            style = ChatFormat(_envelope("chatcmpl", body, ask), service.tokenizer)
             return await _answer(request, service, ask=ask, body=body, style=style)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = parse_body(CompletionRequest, await read_body(request, limit_bytes=settings.limits.max_body_bytes))
         _check_model(body.model, settings)
-        ask = _ask(body, await service.prompt_ids(body.prompt))
-        style = CompletionFormat(_envelope("cmpl", body, ask), service.tokenizer)
         with _parameters_named(prompt="prompt"):
+            ask = _ask(body, await service.prompt_ids(body.prompt))
+            style = CompletionFormat(_envelope("cmpl", body, ask), service.tokenizer)
             return await _answer(request, service, ask=ask, body=body, style=style)
 
     @routes.get("/v1/models")

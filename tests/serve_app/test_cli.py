@@ -134,6 +134,43 @@ def test_serve_names_a_setting_it_does_not_know(
     assert "replicas.most is not a setting" in refusal(capsys)
 
 
+@pytest.mark.parametrize(
+    ("line", "misspelt", "named"),
+    [
+        ("http_options:", "http_optoins:", "http_optoins is not"),
+        ("  host:", "  hots:", "http_options.hots is not"),
+        ("  log_level:", "  log_levle:", "logging_config.log_levle is not"),
+        ("    route_prefix:", "    route_perfix:", "applications.route_perfix is not"),
+    ],
+)
+def test_serve_names_a_key_that_serve_would_leave_out(
+    line: str,
+    misspelt: str,
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.read_text().replace(f"\n{line}", f"\n{misspelt}"))
+    assert run(monkeypatch, "serve", config, "--port", str(free_port)) == 1
+    assert named in refusal(capsys)
+
+
+@pytest.mark.parametrize("options", ["", "http_options:\n", "http_options: {port: 9000}\n"])
+def test_a_file_that_names_no_host_is_served_on_loopback(options: str, tmp_path: Path) -> None:
+    file, rendered = tmp_path / "config.yaml", tmp_path / "rendered.yaml"
+    file.write_text(options + "applications: [{import_path: 'serve_app.app:build_app'}]")
+    read_config(file, Overrides(port=8123)).write(rendered)
+    assert yaml.safe_load(rendered.read_text())["http_options"] == {"host": "127.0.0.1", "port": 8123}
+
+
+@pytest.mark.parametrize("config", sorted(CONFIG.parent.glob("*.yaml")), ids=lambda path: path.name)
+def test_serve_knows_every_key_of_our_configs(config: Path) -> None:
+    assert read_config(config, Overrides()).unknown_key() is None
+
+
 def test_overrides_change_three_things_and_nothing_else(tmp_path: Path) -> None:
     rendered = tmp_path / "rendered.yaml"
     config = read_config(CONFIG, Overrides(port=8123, model="/some/folder", replicas=2))
@@ -155,7 +192,7 @@ def test_the_made_up_key_is_the_owners_alone_and_stays(tmp_path: Path) -> None:
     assert ensure_key_file(tmp_path / "cache") == path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert find_admin_key(None, None, cache_dir=tmp_path / "cache") == key
-    assert find_admin_key("from the environment", path, cache_dir=tmp_path) == "from the environment"
+    assert find_admin_key("from-the-environment", path, cache_dir=tmp_path) == "from-the-environment"
 
 
 @contextmanager
@@ -206,16 +243,45 @@ def test_swap_sends_an_absolute_folder_with_the_key(
 def test_swap_repeats_the_reason_of_a_refusal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some key")
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
     with admin_server(400, {"error": {"message": "tensor lm_head.weight is missing"}}) as (url, _):
         assert run(monkeypatch, "swap", "--path", tmp_path, "--url", url) == 1
     assert "pitstop: tensor lm_head.weight is missing (HTTP 400)" in capsys.readouterr().err
 
 
+def test_this_machine_is_asked_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port}")
+    with admin_server(400, {"error": {"message": "refused by the application"}}) as (url, _):
+        for address in (url, url.replace("127.0.0.1", "localhost")):
+            assert run(monkeypatch, "swap", "--path", tmp_path, "--url", address) == 1
+            assert "refused by the application" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "two\nlines", " "])
+def test_a_key_that_no_header_carries_is_told(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", key)
+    assert run(monkeypatch, "status", "--url", f"http://127.0.0.1:{free_port}") == 1
+    assert "the admin key cannot be sent" in refusal(capsys)
+
+
+def test_a_key_file_that_is_no_text_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "key").write_bytes(b"\xff\xfe")
+    assert run(monkeypatch, "status", "--admin-key-file", tmp_path / "key") == 1
+    assert "it is not text" in refusal(capsys)
+
+
 def test_status_says_when_nothing_listens(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free_port: int
 ) -> None:
-    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some key")
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
     assert run(monkeypatch, "status", "--url", f"http://127.0.0.1:{free_port}") == 1
     assert f"nothing answers at http://127.0.0.1:{free_port}/admin/weights" in refusal(capsys)
 

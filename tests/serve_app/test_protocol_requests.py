@@ -93,7 +93,34 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], para
     assert message in got_message
 
 
+@pytest.mark.parametrize(("name", "shown"), [
+    ("top-k", "top-k"), ("str", "str"), ("a.b", "a.b"), ("naïve", "naïve"), ("list[TextPart]", "list[TextPart]"),
+    ("0", "0"), ("", "''"), ("\n", r"'\n'"),
+])  # fmt: skip
+def test_an_unknown_parameter_is_named_whatever_it_is_called(name: str, shown: str) -> None:
+    for parse, fields, place in (
+        (chat, {name: 1}, shown),
+        (completion, {name: None}, shown),
+        (chat, {"messages": [{**USER, name: 1}]}, f"messages[0].{shown}"),
+    ):
+        param, message = refusal(parse, **fields)
+        assert (param, message) == (place, f"{place} is not a parameter of this endpoint")
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"\ud800": 1}, None), ({"messages": [{**USER, "\ud800": 1}]}, "messages[0]"), ({"user": "\ud800"}, "user"),
+    ({"stop": ["a", "\ud800"]}, "stop[1]"),
+])  # fmt: skip
+def test_half_a_surrogate_pair_is_placed_and_never_repeated(fields: dict[str, Any], param: str | None) -> None:
+    got_param, message = refusal(chat, **fields)
+    assert (got_param, message.split(" holds ")[0]) == (param, param or "the body")
+    assert "half a surrogate pair" in message
+    # The answer has to be encoded, too.
+    message.encode()
+
+
 def test_a_refusal_repeats_little_of_a_huge_value() -> None:
+    assert len(refusal(chat, **{"x" * 100_000: 1})[1]) < 200
     assert len(refusal(chat, logit_bias={str(i): 1 for i in range(10_000)})[1]) < 200
     assert len(refusal(chat, temperature="x" * 100_000)[1]) < 200
 

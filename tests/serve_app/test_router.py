@@ -190,6 +190,10 @@ async def test_the_official_client_works_unchanged(server: Server) -> None:
     ("/v1/chat/completions", chat(max_tokens=1000), 400, "context_length_exceeded", "max_tokens"),
     ("/v1/chat/completions", chat(cache_salt="refuse"), 400, "invalid_request", "messages"),
     ("/v1/completions", completion(cache_salt="refuse"), 400, "invalid_request", "prompt"),
+    ("/v1/chat/completions", chat("\ud800"), 400, "invalid_request", "messages"),
+    ("/v1/completions", completion("\ud800"), 400, "invalid_request", "prompt"),
+    ("/v1/completions", completion(**{"\ud800": 1}), 400, "invalid_request", None),
+    ("/v1/completions", completion(**{"top-k": 1}), 400, "invalid_request", "top-k"),
     ("/v1/completions", completion(cache_salt="full"), 429, "queue_full", None),
     ("/v1/completions", completion(cache_salt="bug"), 500, "internal_error", None),
     ("/v1/unknown", {}, 404, "unknown_url", None),
@@ -201,7 +205,8 @@ async def test_the_official_client_works_unchanged(server: Server) -> None:
 async def test_refusals_have_a_status_and_the_shape_of_openai(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, code: str, param: str | None, is_stream: bool
 ) -> None:
-    response = await http.post(path, json=body | {"stream": is_stream})
+    # Half a surrogate pair can only be sent escaped, as json.dumps does it.
+    response = await http.post(path, content=json.dumps(body | {"stream": is_stream}))
     error = response.json()["error"]
     assert (response.status_code, error["code"], error["param"]) == (status, code, param)
     assert "secret" not in error["message"]

@@ -88,6 +88,13 @@ def test_a_missing_or_short_key_is_refused(tmp_path: Path, monkeypatch: pytest.M
         AppSettings().admin_key()
 
 
+@pytest.mark.parametrize("key", ["schl\u00fcssel-" + KEY, KEY + "\n" + KEY, KEY + " " + KEY, "\x7f" + KEY])
+def test_a_key_that_no_header_carries_is_refused(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", key)
+    with pytest.raises(ValueError, match="printable ASCII"):
+        AppSettings().admin_key()
+
+
 def test_an_empty_key_file_does_not_open_the_admin_routes(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.write_text("\n")
