@@ -12,14 +12,14 @@ from engine.request import (
 )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ActiveRequest:
     """One request from submission to its terminal output.
 
     Invariant: 0 <= num_computed <= num_tokens, and the blocks hold keys and values of the first num_computed tokens, as
     far as later tokens can see them.
-    `sampling` has no None left. Prefill, prefix hits, preemption and resumption are all num_computed catching up with
-    num_tokens.
+    `sampling` is filled from the generation config; what is None there is off. Prefill, prefix hits, preemption and
+    resumption are all num_computed catching up with num_tokens.
     """
 
     request_id: str
@@ -35,6 +35,8 @@ class ActiveRequest:
     children: list["ActiveRequest"] = field(default_factory=list)
     """Further samples of the same prompt; they join when the prompt is computed, and share its blocks."""
 
+    needs_processors: bool = field(init=False)
+    """More than temperature, top_k and top_p acts on its scores; asked in every step, so kept."""
     arrival: int = 0
     """Counts requests of one scheduler; set when it takes this one."""
     num_overtaken: int = 0
@@ -63,6 +65,7 @@ class ActiveRequest:
 
     def __post_init__(self) -> None:
         self.token_ids = self.prompt_ids
+        self.needs_processors = self.sampling.needs_processors
 
     @property
     def family(self) -> str:
@@ -85,6 +88,11 @@ class ActiveRequest:
     @property
     def num_to_generate(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
+
+    def is_overdue(self, now: float) -> bool:
+        """True once `max_time` seconds have passed since its submission."""
+        max_time = self.sampling.max_time
+        return max_time is not None and now - self.created_time > max_time
 
     def take_output(self) -> GenerationOutput:
         """Gives the state of this moment, with everything since the last call as new."""

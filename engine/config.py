@@ -41,6 +41,8 @@ class ContinuousBatchingConfig:
     seed: derives the seed of requests that bring none; None draws it at random.
     max_queue_size: requests that may wait; 0 is unlimited.
     per_request_processors: accept sampling keywords in `add_request(**logit_processor_kwargs)`.
+    drop_unsupported_processors: generate without the processors that a model's class adds and that are not of
+        transformers, with a warning that names them; False refuses such a model.
     """
 
     page_size: int = Field(default=256, ge=4)

@@ -6,7 +6,7 @@ from types import MethodType
 from typing import Any
 
 from tqdm import tqdm
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InvalidRequest
@@ -98,11 +98,13 @@ def generate_batch(
     *,
     max_new_tokens: int | None = None,
     sampling: SamplingParams | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> dict[str, GenerationOutput]:
     """Generates for every prompt; gives the last output of each by request id, in the order of the prompts.
 
     Of several sequences a prompt, the one with the plain id comes last, as in transformers. A prompt that is refused or
-    fails is there too, with status FAILED and its `error`; it does not touch the others.
+    fails is there too, with status FAILED and its `error`; it does not touch the others. tokenizer: needed by stop
+    strings alone.
     """
     if not inputs:
         return {}
@@ -132,6 +134,7 @@ def generate_batch(
                     max_new_tokens=max_new_tokens,
                     record_timestamps=record_timestamps,
                     sampling=sampling,
+                    tokenizer=tokenizer,
                 )
             except InvalidRequest as error:
                 results |= {name: _failed(name, input_ids, str(error)) for name in family}

@@ -9,20 +9,21 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
     EngineStopped,
     InvalidRequest,
 )
-from engine.generation_defaults import sampling_defaults
+from engine.generation_defaults import generation_defaults
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.outbox import Outbox
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
+from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
 from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
@@ -56,8 +57,14 @@ class ContinuousBatchingManager:
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         self.workload_hints = workload_hints
         own_config = model.generation_config or GenerationConfig()
-        defaults, max_length = sampling_defaults(own_config, generation_config)
-        self.num_return_sequences = defaults.num_return_sequences or 1
+        defaults = generation_defaults(own_config, generation_config)
+        self.num_return_sequences = defaults.sampling.num_return_sequences or 1
+        self._stop_strings = StopStrings()
+        self._sampler = RowSampler(
+            model,
+            drop_foreign=self.continuous_batching_config.drop_unsupported_processors,
+            stop_strings=self._stop_strings,
+        )
         self._layers = probe_layers(model)
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config, model, self._layers, workload_hints
@@ -65,7 +72,6 @@ class ContinuousBatchingManager:
         self._factory = RequestFactory(
             self.config,
             defaults=defaults,
-            max_length=max_length,
             accepts_keywords=self.continuous_batching_config.per_request_processors,
         )
         self._lock = threading.Lock()
@@ -176,22 +182,31 @@ class ContinuousBatchingManager:
         sampling: SamplingParams | None = None,
         cache_salt: str | None = None,
         hints: WorkloadHints | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **logit_processor_kwargs: Any,
     ) -> str:
         """Submits one prompt and gives its id. All checks happen here; one terminal output follows.
 
         With `num_return_sequences` n in `sampling`, the further outputs come under the ids `<id>__child#0` to
         `<id>__child#<n - 2>`; cancelling <id> cancels them all. Of `hints`, tenant and priority count here: a smaller
-        priority goes first.
+        priority goes first. tokenizer: the model's, which stop strings need; it makes those of the model's own config
+        apply too. logit_processor_kwargs: fields of `SamplingParams` that choose the tokens, where
+        `per_request_processors` is set.
 
         Raises InvalidRequest (and its kinds), QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside
         `pause()`: the request then waits.
         """
         merged = self._factory.merge(sampling, max_new_tokens, eos_token_id, logit_processor_kwargs)
         request = self._factory.make(
-            input_ids, request_id=request_id, sampling=merged, cache_salt=cache_salt, hints=hints
+            input_ids,
+            request_id=request_id,
+            sampling=merged,
+            cache_salt=cache_salt,
+            hints=hints,
+            has_tokenizer=tokenizer is not None,
         )
         for member in (request, *request.children):
+            self._stop_strings.prepare(member, tokenizer)
             member.streaming, member.record_timestamps = streaming, record_timestamps
         self._loop.submit(request, max_waiting=self.config.max_queue_size)
         return request.request_id
@@ -202,6 +217,8 @@ class ContinuousBatchingManager:
         max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         **logit_processor_kwargs: Any,
     ) -> list[str]:
         """Submits several prompts in their order and gives their ids; raises at the first that is refused."""
@@ -211,6 +228,7 @@ class ContinuousBatchingManager:
                 max_new_tokens=max_new_tokens,
                 streaming=streaming,
                 record_timestamps=record_timestamps,
+                tokenizer=tokenizer,
                 **logit_processor_kwargs,
             )
             for ids in inputs
@@ -331,7 +349,7 @@ class ContinuousBatchingManager:
             max_batch_tokens=self.config.max_batch_tokens,
             target_step_s=self.config.target_step_s,
         )
-        runner = ModelRunner(self.model, self.config, self._layers)
+        runner = ModelRunner(self.model, self.config, self._layers, self._sampler)
         return GenerationLoop(scheduler=scheduler, runner=runner, outbox=self._outbox, budget=budget)
 
     def _enter_pause(self) -> None:

@@ -20,7 +20,7 @@ from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
 from engine.kv_cache import KVCache, LayerShape
 from engine.plan import PlannedRow, SampledToken, StepPlan
-from engine.sampling import SamplingRow, sample
+from engine.sampling import RowSampler
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,10 @@ class ModelRunner:
         model: PreTrainedModel,
         config: ResolvedConfig,
         layers: Sequence[LayerShape],
+        sampler: RowSampler | None = None,
     ) -> None:
         self._model = model
+        self._sampler = sampler or RowSampler(model)
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -72,7 +74,7 @@ class ModelRunner:
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
             logits_LV = self._logits(batch)
-            return _sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
+            return self._sampler.sample(batch.sampling_rows, logits_LV) if batch.sampling_rows else {}
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
@@ -148,37 +150,3 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             " transformers' attention interface; all of them have to"
         )
     return [found[layer] for layer in sorted(found)]
-
-
-def _sample(rows: list[PlannedRow], logits_LV: Tensor) -> dict[str, SampledToken]:
-    requests = [row.request for row in rows]
-    result = sample(
-        logits_LV,
-        [_sampling_row(row) for row in rows],
-        logprob_rows=[index for index, request in enumerate(requests) if request.sampling.logprobs],
-    )
-    bad_rows = set(result.bad_rows)
-    return {
-        request.request_id: SampledToken(
-            token=result.tokens[index],
-            logprob=result.logprobs.get(index),
-            error="the model's scores are not finite numbers" if index in bad_rows else None,
-        )
-        for index, request in enumerate(requests)
-    }
-
-
-def _sampling_row(row: PlannedRow) -> SamplingRow:
-    sampling = row.request.sampling
-    # All set by the manager, which fills a request from its defaults.
-    assert sampling.temperature is not None
-    assert sampling.top_k is not None
-    assert sampling.top_p is not None
-    assert sampling.seed is not None
-    return SamplingRow(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        seed=sampling.seed,
-        position=row.end,
-    )

@@ -45,8 +45,9 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What a step drew for one request; `error` ends that request and no other."""
+    """What a step drew for one request; `stops` ends it with this token, `error` ends it FAILED and no other."""
 
     token: int
     logprob: float | None = None
     error: str | None = None
+    stops: bool = False

@@ -3,17 +3,12 @@
 Standard library only: these objects cross process borders by pickle.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from math import isfinite
 from typing import Any, overload
 
-from engine.errors import InvalidRequest
-
-MAX_SEED = 2**63
-MAX_SEQUENCES = 1024
-"""Of one request; more is a typing error or an attack."""
+from engine.sampling_fields import CHECKS, PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
 
 
 class RequestStatus(IntEnum):
@@ -42,7 +37,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. `None` means: as the generation config of the model says.
+    """How the tokens of one request are chosen. `None` means: as the generation config says.
+
+    Names, ranges and meanings are those of transformers' `GenerationConfig` where it has the name. Lists may be given
+    for tuples and a dict for pairs; they are stored as tuples.
 
     temperature: 0 is greedy, else the scores are divided by it.
     top_k: keep the k best tokens; 0 keeps all.
@@ -52,6 +50,18 @@ class SamplingParams:
     eos_token_ids: ids that end the request (and are part of its output); None means the model's, () means none.
     logprobs: also give the log-probability of each token, of the scores it was sampled from.
     num_return_sequences: how many outputs of the prompt to sample, each with a seed of its own.
+
+    Where the temperature is above 0, after top_p and in this order (top_h before top_k): min_p (0 is off), top_h (0 is
+    off), typical_p (1 is off), epsilon_cutoff (0 is off), eta_cutoff (0 is off).
+    Penalties: repetition_penalty over prompt and output (1 is off), presence_penalty and frequency_penalty over the
+    output as OpenAI defines them (0 is off), encoder_repetition_penalty over the prompt (1 is off),
+    no_repeat_ngram_size and encoder_no_repeat_ngram_size (0 is off).
+    Lengths: min_length of prompt and output, min_new_tokens of the output, exponential_decay_length_penalty (start,
+    factor), max_time in seconds from the submission on, which ends the request with the token that exceeds it.
+    Tokens: bad_words_ids, sequence_bias, suppress_tokens, begin_suppress_tokens, forced_eos_token_id (() is none),
+    forced_bos_token_id (-1 is none), stop_strings (() is none; needs a tokenizer beside the request).
+    Scores: renormalize_logits, remove_invalid_values, watermarking_config (fields of transformers'
+    `WatermarkingConfig` or `SynthIDTextWatermarkingConfig`; {} is off).
     """
 
     temperature: float | None = None
@@ -62,24 +72,55 @@ class SamplingParams:
     eos_token_ids: tuple[int, ...] | None = None
     logprobs: bool | None = None
     num_return_sequences: int | None = None
+    min_p: float | None = None
+    top_h: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    encoder_repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    encoder_no_repeat_ngram_size: int | None = None
+    min_length: int | None = None
+    min_new_tokens: int | None = None
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    max_time: float | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[tuple[Sequence[int], float]] | None = None
+    suppress_tokens: Sequence[int] | None = None
+    begin_suppress_tokens: Sequence[int] | None = None
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    renormalize_logits: bool | None = None
+    remove_invalid_values: bool | None = None
+    watermarking_config: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature, minimum=0.0, maximum=100.0)
-        _check_number("top_p", self.top_p, minimum=0.0, maximum=1.0)
-        if self.top_p == 0:
-            raise InvalidRequest("top_p is 0; it must be above 0 and at most 1", param="top_p")
-        _check_integer("top_k", self.top_k, minimum=0)
-        _check_integer("seed", self.seed, minimum=-MAX_SEED, maximum=MAX_SEED - 1)
-        _check_integer("max_new_tokens", self.max_new_tokens, minimum=1)
-        _check_integer("num_return_sequences", self.num_return_sequences, minimum=1, maximum=MAX_SEQUENCES)
-        if self.eos_token_ids is not None:
-            for token in self.eos_token_ids:
-                _check_integer("eos_token_ids", token, minimum=-1)
+        for name, check in CHECKS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, check(name, value))
 
     def filled_from(self, defaults: "SamplingParams") -> "SamplingParams":
         """Gives a copy in which every None is replaced by the value of `defaults`."""
-        missing = {name: getattr(defaults, name) for name in self.__slots__ if getattr(self, name) is None}
-        return replace(self, **missing)
+        # Both were checked when they were made; checking again would be most of the cost of a submission.
+        filled = object.__new__(SamplingParams)
+        for name in self.__slots__:
+            value = getattr(self, name)
+            object.__setattr__(filled, name, getattr(defaults, name) if value is None else value)
+        return filled
+
+    @property
+    def needs_processors(self) -> bool:
+        """True when more than temperature, top_k and top_p acts on the scores."""
+        if any(_is_on(getattr(self, name), off) for name, off in PROCESSOR_OFF_VALUES.items()):
+            return True
+        return bool(self.temperature) and any(
+            _is_on(getattr(self, name), off) for name, off in WARPER_OFF_VALUES.items()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,23 +222,5 @@ class GenerationOutput:
         return self.status.is_terminal
 
 
-def _check_number(name: str, value: float | None, *, minimum: float, maximum: float) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-        raise InvalidRequest(f"{name} is {value!r}; it must be a finite number", param=name)
-    if not minimum <= value <= maximum:
-        raise InvalidRequest(
-            f"{name} is {value}; it must be between {minimum:g} and {maximum:g}",
-            param=name,
-        )
-
-
-def _check_integer(name: str, value: int | None, *, minimum: int, maximum: int | None = None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{name} is {value!r}; it must be an integer", param=name)
-    if value < minimum or (maximum is not None and value > maximum):
-        bound = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-        raise InvalidRequest(f"{name} is {value}; it must be {bound}", param=name)
+def _is_on(value: object, off: object) -> bool:
+    return value is not None and value != off

@@ -366,9 +366,9 @@ class Scheduler:
             request.timestamps.append(now)
         self._extend_span(request)
         self.counters.generated_tokens += 1
-        if sample.token in (request.sampling.eos_token_ids or ()):
+        if sample.stops or sample.token in (request.sampling.eos_token_ids or ()):
             self._end(request, FinishReason.STOP, now)
-        elif request.num_to_generate <= 0:
+        elif request.num_to_generate <= 0 or request.is_overdue(now):
             self._end(request, FinishReason.LENGTH, now)
 
     def _extend_span(self, request: ActiveRequest) -> None:

@@ -12,10 +12,14 @@ from typing import Any
 from engine.active_request import ActiveRequest
 from engine.config import ResolvedConfig
 from engine.errors import ContextLengthExceeded, InvalidRequest
-from engine.generation_defaults import as_token_ids
-from engine.request import MAX_SEED, SamplingParams, WorkloadHints
+from engine.generation_defaults import GenerationDefaults, as_token_ids
+from engine.request import SamplingParams, WorkloadHints
+from engine.sampling_fields import MAX_SEED, PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
 
-PROCESSOR_KEYWORDS = ("temperature", "top_k", "top_p")
+PROCESSOR_KEYWORDS = frozenset(
+    {"temperature", "top_k", "top_p", "max_time", "stop_strings", *PROCESSOR_OFF_VALUES, *WARPER_OFF_VALUES}
+)
+"""What `add_request(**logit_processor_kwargs)` takes."""
 SEED_STRIDE = 0x9E3779B97F4A7C15
 """The golden ratio in 64 bits: seeds of samples of one prompt are as far apart as they can be."""
 
@@ -23,15 +27,13 @@ SEED_STRIDE = 0x9E3779B97F4A7C15
 class RequestFactory:
     """Thread-safe. Numbers requests without an id and draws seeds for those without one, from the config's seed.
 
-    defaults: what fills unset sampling fields. max_length: prompt plus output, where a generation config bounds it.
+    defaults: what fills unset sampling fields. Raises InvalidRequest for ids in them that the model does not have.
     """
 
-    def __init__(
-        self, config: ResolvedConfig, *, defaults: SamplingParams, max_length: int | None, accepts_keywords: bool
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, *, defaults: GenerationDefaults, accepts_keywords: bool) -> None:
+        check_vocabulary(defaults.sampling, config.vocab_size)
         self._config = config
         self._defaults = defaults
-        self._max_length = max_length
         self._accepts_keywords = accepts_keywords
         self._lock = threading.Lock()
         self._seeds = random.Random(config.seed)
@@ -45,8 +47,12 @@ class RequestFactory:
         sampling: SamplingParams,
         cache_salt: str | None = None,
         hints: WorkloadHints | None = None,
+        has_tokenizer: bool = False,
     ) -> ActiveRequest:
-        """Gives a request, with the children that sample its prompt too. Raises InvalidRequest and its kinds."""
+        """Gives a request, with the children that sample its prompt too. Raises InvalidRequest and its kinds.
+
+        has_tokenizer: a tokenizer comes with it, so that the model's own stop strings apply.
+        """
         prompt_ids = self._checked_ids(input_ids)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidRequest(f"cache_salt is {cache_salt!r}; it must be a string", param="cache_salt")
@@ -54,7 +60,7 @@ class RequestFactory:
         parent = ActiveRequest(
             request_id=self._checked_id(request_id),
             prompt_ids=prompt_ids,
-            sampling=self._filled(sampling, len(prompt_ids)),
+            sampling=self._filled(sampling, len(prompt_ids), has_tokenizer),
             created_time=perf_counter(),
             cache_salt=cache_salt,
             tenant=hints.tenant,
@@ -84,7 +90,7 @@ class RequestFactory:
         for name in extra:
             if getattr(sampling, name) is not None:
                 raise InvalidRequest(f"{name} is given twice, in sampling and beside it; give it once", param=name)
-        return replace(sampling, **extra)
+        return replace(sampling, **extra) if extra else sampling
 
     def _checked_ids(self, input_ids: Sequence[int]) -> list[int]:
         try:
@@ -126,21 +132,60 @@ class RequestFactory:
                 )
         return dict(keywords)
 
-    def _filled(self, given: SamplingParams, prompt_length: int) -> SamplingParams:
-        """Fills what the request leaves open; refuses what can never fit the model or the whole cache."""
+    def _filled(self, given: SamplingParams, prompt_length: int, has_tokenizer: bool) -> SamplingParams:
+        """Fills what the request leaves open; refuses what cannot be done together or can never fit."""
+        check_vocabulary(given, self._config.vocab_size)
+        max_new_tokens = given.max_new_tokens or self._defaults.sampling.max_new_tokens
         limit = self._config.max_model_len
-        room = min(limit, self._max_length or limit) - prompt_length
-        max_new_tokens = given.max_new_tokens or self._defaults.max_new_tokens
-        if prompt_length + (max_new_tokens or 1) > limit or room < 1:
+        if max_new_tokens is None:
+            limit = min(limit, self._defaults.max_length or limit)
+        if prompt_length + (max_new_tokens or 1) > limit:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt_length} tokens and {max_new_tokens or 1} new ones are asked for, together more"
-                f" than the {min(limit, self._max_length or limit)} that fit; shorten one of them",
+                f" than the {limit} that fit; shorten one of them",
                 param="max_new_tokens" if prompt_length < limit else "input_ids",
             )
         with self._lock:
             seed = self._seeds.getrandbits(63)
-        here = SamplingParams(max_new_tokens=max_new_tokens or room, seed=seed, logprobs=self._config.return_logprobs)
-        return given.filled_from(here).filled_from(self._defaults)
+        here = SamplingParams(
+            max_new_tokens=max_new_tokens or limit - prompt_length,
+            seed=seed,
+            logprobs=self._config.return_logprobs,
+            stop_strings=(self._defaults.model_stop_strings or None) if has_tokenizer else None,
+        )
+        filled = given.filled_from(here).filled_from(self._defaults.sampling)
+        if filled.needs_processors:
+            check_together(filled)
+        return filled
+
+
+def check_vocabulary(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raises InvalidRequest for a parameter that names a token the model does not have."""
+    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+        _check_ids(name, getattr(sampling, name) or (), vocab_size)
+    _check_ids("forced_bos_token_id", (sampling.forced_bos_token_id or 0,), vocab_size)
+    for ids in sampling.bad_words_ids or ():
+        _check_ids("bad_words_ids", ids, vocab_size)
+    biases: Any = sampling.sequence_bias or ()
+    for ids, _ in biases:
+        _check_ids("sequence_bias", ids, vocab_size)
+
+
+def check_together(sampling: SamplingParams) -> None:
+    """Raises InvalidRequest for parameters that leave each other nothing to do."""
+    eos = sampling.eos_token_ids or ()
+    if sampling.exponential_decay_length_penalty not in (None, (0, 1.0)) and not eos:
+        raise InvalidRequest(
+            "exponential_decay_length_penalty raises the score of the end token, and eos_token_ids names none",
+            param="exponential_decay_length_penalty",
+        )
+    if sampling.bad_words_ids and all(len(ids) == 1 and ids[0] in eos for ids in sampling.bad_words_ids):
+        raise InvalidRequest("bad_words_ids holds end tokens only, which are never bad words", param="bad_words_ids")
+    forced_bos = {sampling.forced_bos_token_id} - {None, -1}
+    forced_eos: Any = sampling.forced_eos_token_id
+    for name, forced in (("forced_bos_token_id", forced_bos), ("forced_eos_token_id", set(forced_eos or ()))):
+        if forced and forced <= set(sampling.suppress_tokens or ()):
+            raise InvalidRequest(f"{name} is {sorted(forced)}, which suppress_tokens rules out", param=name)
 
 
 def sequence_ids(request_id: str, num_sequences: int) -> list[str]:
@@ -161,6 +206,12 @@ def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
         priority=parent.priority,
         parent_id=parent.request_id,
     )
+
+
+def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    for token in ids:
+        if token >= vocab_size:
+            raise InvalidRequest(f"{name} holds {token}; ids of this model are 0 to {vocab_size - 1}", param=name)
 
 
 def _as_token_id(value: object, index: int) -> int:

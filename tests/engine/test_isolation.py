@@ -183,7 +183,7 @@ def test_a_bad_sampling_value_is_refused_by_name(manager: ContinuousBatchingMana
         {"eos_token_id": [1, "end"]},
         {"eos_token_id": True},
         {"cache_salt": 5},
-        {"min_p": 0.1},
+        {"min_q": 0.1},
         {"stop_strings": ["x"]},
         {"sampling": {"temperature": 0.5}},
         {"sampling": "greedy"},

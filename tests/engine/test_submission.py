@@ -4,6 +4,7 @@ import torch
 from test_scheduler import make_config
 
 from engine.errors import ContextLengthExceeded, InvalidRequest
+from engine.generation_defaults import GenerationDefaults
 from engine.request import SamplingParams
 from engine.submission import RequestFactory
 
@@ -12,7 +13,9 @@ DEFAULTS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, eos_token_ids=(96
 
 def make_factory(**changes: object) -> RequestFactory:
     return RequestFactory(
-        make_config(**changes), defaults=DEFAULTS, max_length=None, accepts_keywords=bool(changes.get("keywords"))
+        make_config(**changes),
+        defaults=GenerationDefaults(sampling=DEFAULTS),
+        accepts_keywords=bool(changes.get("keywords")),
     )
 
 
@@ -66,8 +69,8 @@ def test_the_same_parameter_twice_and_unknown_ones_are_refused_by_name() -> None
     factory = make_factory()
     with pytest.raises(InvalidRequest, match="max_new_tokens is given twice"):
         factory.merge(SamplingParams(max_new_tokens=3), 4, None, {})
-    with pytest.raises(InvalidRequest, match="min_p is not a parameter"):
-        factory.merge(None, None, None, {"min_p": 0.1})
+    with pytest.raises(InvalidRequest, match="min_q is not a parameter"):
+        factory.merge(None, None, None, {"min_q": 0.1})
     with pytest.raises(InvalidRequest, match="temperature needs per_request_processors"):
         factory.merge(None, None, None, {"temperature": 0.5})
 
