@@ -30,8 +30,8 @@ class ContinuousBatchingConfig:
     page_size: tokens per block of the KV cache.
     num_blocks: blocks in the cache; None takes what memory allows and requests can use.
     max_batch_tokens: tokens computed in one step at most; None is 8192, less where memory is short or requests are few.
-    max_memory_percent: share of free memory that the cache and a step may take; None is 0.8, on a CPU 0.6. The 0.9 of the
-        reference is for greedy requests alone, and here each request may sample.
+    max_memory_percent: share of free memory that the cache and a step may take; None is 0.8, on a CPU 0.6. The 0.9 of
+        the reference is for greedy requests alone, and here each request may sample.
     max_requests_per_batch: requests running at once; None takes the workload hints, else 1024.
     allow_block_sharing: reuse blocks of equal prefixes.
     scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
