@@ -21,6 +21,7 @@ import torch
 from engine.active_request import ActiveRequest
 from engine.batch import build_batch
 from engine.config import ResolvedConfig
+from engine.generation_defaults import GenerationDefaults
 from engine.kv_cache import KVCache, LayerShape
 from engine.loop import GenerationLoop
 from engine.outbox import Outbox
@@ -61,7 +62,7 @@ def make_config(**changes: Any) -> ResolvedConfig:
 def make_factory() -> RequestFactory:
     """Gives what checks requests for such an engine."""
     defaults = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, eos_token_ids=(), logprobs=False)
-    return RequestFactory(make_config(), defaults=defaults, max_length=None, accepts_keywords=False)
+    return RequestFactory(make_config(), defaults=GenerationDefaults(sampling=defaults), accepts_keywords=False)
 
 
 class NoModel:

@@ -94,6 +94,13 @@ class ActiveRequest:
         max_time = self.sampling.max_time
         return max_time is not None and now - self.created_time > max_time
 
+    def append(self, token: int) -> None:
+        """Adds a generated token."""
+        if not self.output_ids:
+            self.token_ids = list(self.prompt_ids)
+        self.token_ids.append(token)
+        self.output_ids.append(token)
+
     def take_output(self) -> GenerationOutput:
         """Gives the state of this moment, with everything since the last call as new."""
         start, self.num_delivered = self.num_delivered, len(self.output_ids)

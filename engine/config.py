@@ -28,14 +28,15 @@ class ContinuousBatchingConfig:
     """How one manager batches, caches and schedules. `None` means "choose for me".
 
     page_size: tokens per block of the KV cache.
-    num_blocks: blocks in the cache; None sizes it from free memory.
-    max_batch_tokens: tokens computed in one step at most; None is 8192.
-    max_memory_percent: share of free memory the cache may take; None is 0.9, with sampling 0.8, on a CPU 0.6.
+    num_blocks: blocks in the cache; None takes what memory allows and requests can use.
+    max_batch_tokens: tokens computed in one step at most; None is 8192, less where memory is short or requests are few.
+    max_memory_percent: share of free memory that the cache and a step may take; None is 0.8, on a CPU 0.6. The 0.9 of
+        the reference is for greedy requests alone, and here each request may sample.
     max_requests_per_batch: requests running at once; None takes the workload hints, else 1024.
     allow_block_sharing: reuse blocks of equal prefixes.
     scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
     safety_margin: share of the blocks below which no further request is admitted; None is 0.15, prefill_first 0.
-    cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes what is free.
+    cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes half of what is free.
     cpu_offload_space_safety_threshold: share of the machine's memory that the host tier never exceeds.
     return_logprobs: log-probabilities for every request that does not say otherwise.
     seed: derives the seed of requests that bring none; None draws it at random.

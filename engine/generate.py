@@ -1,7 +1,9 @@
 """The entry points, as functions that take the model first, and as methods for a model that wants them."""
 
-from collections.abc import Iterator, Sequence, Sized
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -9,7 +11,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config import ContinuousBatchingConfig
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, QueueFull
 from engine.manager import ContinuousBatchingManager
 from engine.request import (
     FinishReason,
@@ -114,7 +116,6 @@ def generate_batch(
         max_generated_length=max_new_tokens or 0,
     )
     results: dict[str, GenerationOutput] = {}
-    pending: list[str] = []
     with continuous_batching_context_manager(
         model,
         generation_config,
@@ -124,27 +125,31 @@ def generate_batch(
         workload_hints=hints if max_new_tokens else None,
     ) as manager:
         num_sequences = (sampling.num_return_sequences if sampling else None) or manager.num_return_sequences
-        for input_ids in inputs:
-            request_id = manager.new_request_id()
-            family = sequence_ids(request_id, num_sequences)
-            try:
-                manager.add_request(
-                    input_ids,
-                    request_id,
+        total = len(inputs) * num_sequences
+        with tqdm(total=total, disable=not progress_bar, desc="requests", unit="request") as bar:
+            pending: deque[str] = deque()
+            collect = partial(_collect, manager, pending, results, bar)
+            for input_ids in inputs:
+                request_id = manager.new_request_id()
+                family = sequence_ids(request_id, num_sequences)
+                error = _submit(
+                    manager,
+                    collect,
+                    input_ids=input_ids,
+                    request_id=request_id,
                     max_new_tokens=max_new_tokens,
                     record_timestamps=record_timestamps,
                     sampling=sampling,
                     tokenizer=tokenizer,
                 )
-            except InvalidRequest as error:
-                results |= {name: _failed(name, input_ids, str(error)) for name in family}
-            else:
-                pending += family
-                results |= {name: _failed(name, input_ids, "the manager stopped before it ended") for name in family}
-        for request_id in tqdm(pending, disable=not progress_bar, desc="requests", unit="request"):
-            output = manager.get_result(request_id)
-            if output is not None:
-                results[request_id] = output
+                fallback = error or "the manager stopped before it ended"
+                results.update({name: _failed(name, input_ids, fallback) for name in family})
+                if error is None:
+                    pending.extend(family)
+                else:
+                    bar.update(len(family))
+            while collect():
+                pass
     return results
 
 
@@ -173,6 +178,34 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     for name, function in methods.items():
         setattr(model, name, MethodType(function, model))
     return model
+
+
+def _submit(manager: ContinuousBatchingManager, make_room: Callable[[], bool], **arguments: Any) -> str | None:
+    """Adds a request, after earlier ones have ended where the queue is full; gives the error of a refused one."""
+    while True:
+        try:
+            manager.add_request(**arguments)
+        except InvalidRequest as error:
+            return str(error)
+        except QueueFull:
+            if not make_room():
+                raise
+        else:
+            return None
+
+
+def _collect(
+    manager: ContinuousBatchingManager, pending: deque[str], results: dict[str, GenerationOutput], bar: "tqdm[Any]"
+) -> bool:
+    """Waits for the oldest request that has not ended; False when there is none."""
+    if not pending:
+        return False
+    output = manager.get_result(pending[0])
+    if output is not None:
+        results[pending[0]] = output
+    pending.popleft()
+    bar.update()
+    return True
 
 
 def _failed(request_id: str, prompt_ids: Sequence[int], error: str) -> GenerationOutput:

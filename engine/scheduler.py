@@ -356,10 +356,7 @@ class Scheduler:
 
     def _append(self, request: ActiveRequest, sample: SampledToken, now: float) -> None:
         request.status = RequestStatus.DECODING
-        if not request.output_ids:
-            request.token_ids = list(request.prompt_ids)
-        request.token_ids.append(sample.token)
-        request.output_ids.append(sample.token)
+        request.append(sample.token)
         if sample.logprob is not None:
             request.logprobs.append(sample.logprob)
         if request.record_timestamps:

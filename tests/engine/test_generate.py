@@ -73,6 +73,12 @@ def test_warming_up_or_not_changes_no_token(warmup: bool, model: PreTrainedModel
     assert [output.generated_tokens for output in generate(model, warmup=warmup).values()] == answers()
 
 
+def test_more_prompts_than_may_wait_are_submitted_as_there_is_room(model: PreTrainedModel) -> None:
+    config = small_config(max_queue_size=2, max_requests_per_batch=2)
+    results = generate_batch(model, PROMPTS * 4, continuous_batching_config=config, max_new_tokens=NUM_NEW)
+    assert [output.generated_tokens for output in results.values()] == answers() * 4
+
+
 def test_unknown_keywords_are_refused(model: PreTrainedModel) -> None:
     for keyword in ("temperature", "max_tokens", "num_beams"):
         with pytest.raises(TypeError, match=keyword):

@@ -32,9 +32,7 @@ def run_greedy(runner: ModelRunner, prompt: list[int], block_ids: list[int]) -> 
         start = request.num_tokens
         sampled = runner.run(plan)["a"]
         assert sampled.error is None
-        token = sampled.token
-        request.token_ids.append(token)
-        request.output_ids.append(token)
+        request.append(sampled.token)
     return request.output_ids
 
 
