@@ -124,16 +124,19 @@ class _View:
     def _padded_ids(self, rows: list[PlannedRow], first_R: np.ndarray, num_R: np.ndarray) -> np.ndarray:
         """The chunks that hold the keys each row can see, in order, row by row and all of the same number."""
         per_block, group = self.cache.chunks_per_block, self.group
-        step_S = np.arange(num_R.max())
-        # A row is padded with a chunk of its own, which its mask hides.
-        chunk_RS = first_R[:, None] + np.where(step_S < num_R[:, None], step_S, 0)
-        blocks_R = (first_R // per_block).tolist()
-        seen = [row.block_tables[group][first:] for row, first in zip(rows, blocks_R, strict=True)]
+        first_block_R = first_R // per_block
+        seen = [row.block_tables[group][first:] for row, first in zip(rows, first_block_R.tolist(), strict=True)]
         width = max(map(len, seen))
         table_RB = np.array([blocks + blocks[:1] * (width - len(blocks)) for blocks in seen], dtype=np.int64)
-        column_RS = chunk_RS // per_block - (first_R // per_block)[:, None]
-        ids: np.ndarray = np.take_along_axis(table_RB, column_RS, axis=1) * per_block + chunk_RS % per_block
-        return ids.reshape(-1)
+        ids_RS = (table_RB[:, :, None] * per_block + np.arange(per_block)).reshape(len(rows), -1)
+        step_S = np.arange(num_R.max())
+        # A row is padded with a chunk of its own, which its mask hides.
+        if self.window is None:
+            ids_RS = np.where(step_S < num_R[:, None], ids_RS[:, : len(step_S)], ids_RS[:, :1])
+        else:
+            column_RS = (first_R - first_block_R * per_block)[:, None] + np.where(step_S < num_R[:, None], step_S, 0)
+            ids_RS = np.take_along_axis(ids_RS, column_RS, axis=1)
+        return ids_RS.reshape(-1)
 
     def _prompt_chunk(self, row: PlannedRow, end: int) -> PromptChunk:
         first = 0
