@@ -51,6 +51,7 @@ ENGINE_METRICS = (
     _gauge("pitstop_kv_blocks", "num_blocks", "Blocks of the KV cache."),
     _gauge("pitstop_kv_blocks_used", "num_used_blocks", "Blocks that requests hold."),
     _gauge("pitstop_kv_blocks_cached", "num_cached_blocks", "Blocks that hold a reusable prefix."),
+    _gauge("pitstop_kv_blocks_on_host", "num_host_blocks", "Blocks that the host tier holds."),
     _gauge("pitstop_kv_usage_ratio", "kv_usage", "Share of blocks that requests hold, 0 to 1."),
     _gauge("pitstop_prefill_tokens_per_second", "prefill_tokens_per_s", "Measured speed of prompts, moving average."),
     _gauge("pitstop_decode_tokens_per_second", "decode_tokens_per_s", "Measured speed of generation, moving average."),

@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -359,13 +358,11 @@ def test_a_model_that_changed_since_staging_is_not_touched(tmp_path: Path) -> No
     assert_same(model, before)
 
 
-def test_a_commit_of_many_tensors_takes_milliseconds() -> None:
+def test_a_commit_exchanges_storages_and_copies_nothing() -> None:
     held = [torch.nn.Parameter(torch.zeros(8)) for _ in range(1000)]
-    staged = StagedWeights((parameter, torch.ones(8)) for parameter in held)
-    start = time.perf_counter()
-    staged.commit()
-    assert time.perf_counter() - start < 0.02
-    assert all(parameter[0].item() == 1.0 for parameter in held)
+    new = [torch.ones(8) for _ in held]
+    StagedWeights(zip(held, new, strict=True)).commit()
+    assert [parameter.data_ptr() for parameter in held] == [tensor.data_ptr() for tensor in new]
 
 
 def test_gradients_and_training_mode_are_left_as_they_were(tmp_path: Path) -> None:
