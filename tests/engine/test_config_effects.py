@@ -1,6 +1,5 @@
 """Each parameter of ContinuousBatchingConfig does what it says, or is refused by name: none is decoration."""
 
-import time
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -252,10 +251,8 @@ def test_seed_repeats_a_manager_and_leaves_the_generator_of_torch_alone(model: P
 def test_max_queue_size_refuses_at_once_and_says_how_many_wait(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config(max_queue_size=3))
     ids = [manager.add_request([1, 2], max_new_tokens=2) for _ in range(3)]
-    started = time.perf_counter()
-    with pytest.raises(QueueFull, match="3 requests wait") as caught:
+    with pytest.raises(QueueFull, match="3 requests wait") as caught:  # not started, so waiting would be for ever
         manager.add_request([1, 2], max_new_tokens=2)
-    assert time.perf_counter() - started < 1
     assert caught.value.num_waiting == 3
     manager.start()
     for request_id in ids:
