@@ -90,6 +90,9 @@ def main() -> None:
             if contestant not in best or measured.seconds < best[contestant].seconds:
                 best[contestant] = measured
     print(_report(best, workload, arguments.rounds))
+    if arguments.growth:
+        # In a process of its own, as every contestant is.
+        subprocess.run([sys.executable, "-m", "benchmarks.growth", "--model", workload.model], check=True)
 
 
 def _parse_arguments() -> argparse.Namespace:
@@ -99,6 +102,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens for each prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1, help="the best of so many counts, for each contestant")
+    parser.add_argument("--growth", action="store_true", help="also print the table of benchmarks.growth")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
 
