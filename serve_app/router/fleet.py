@@ -14,6 +14,8 @@ from serve_app.settings import AppSettings
 
 ANSWER_TIMEOUT_S = 5.0
 """For a call that needs no step of the engine; ten times the longest step."""
+READY_TIMEOUT_S = 1.0
+"""For the controller's word on readiness where an older one is at hand; probes give up after a few seconds."""
 METRICS_TIMEOUT_S = 5.0
 """Below the 10 s after which Prometheus gives a scrape up."""
 SWAP_MARGIN_S = 30.0
@@ -41,6 +43,7 @@ class Fleet:
         self._request_timeout_s = settings.limits.request_timeout_s
         self._swap_timeout_s = settings.weights.stage_timeout_s + settings.weights.commit_timeout_s + SWAP_MARGIN_S
         self._limits: ModelLimits | None = None
+        self._last_committed: CommittedWeights | None = None
 
     def generate(self, request: GenerateRequest) -> HandleStream:
         """Opens the stream of a request at the replica that routing chooses."""
@@ -64,16 +67,29 @@ class Fleet:
         """Gives None when an engine replica answers with the committed weights, else one sentence."""
         try:
             version = await self.probe()
-            committed = await self.committed()
+            committed = await self._committed_or_last()
         except PitstopError as error:
             return str(error)
         if version != committed.version:
             return f"an engine replica serves weight version {version}, committed is {committed.version}"
         return None
 
-    async def committed(self) -> CommittedWeights:
+    async def committed(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> CommittedWeights:
         """Gives what every replica has to serve."""
-        return await call(self._controller.committed.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller")
+        committed: CommittedWeights = await call(
+            self._controller.committed.remote(), timeout_s=timeout_s, whom="the weight controller"
+        )
+        self._last_committed = committed
+        return committed
+
+    async def _committed_or_last(self) -> CommittedWeights:
+        """Gives the last version heard of while the controller restarts: replicas go on serving it meanwhile."""
+        if self._last_committed is None:
+            return await self.committed()
+        try:
+            return await self.committed(timeout_s=READY_TIMEOUT_S)
+        except PitstopError:
+            return self._last_committed
 
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""

@@ -440,7 +440,9 @@ async def test_a_killed_controller_recovers_the_version_from_the_replicas(
 ) -> None:
     before = (await fleet(http))["committed"]
     assert before["version"] > 1
+    assert (await http.get("/ready")).status_code == 200
     kill_actor_of("WeightController")
+    assert (await http.get("/ready")).status_code == 200, "replicas serve on without it"
 
     async def status_code() -> int:
         return (await http.get("/admin/weights")).status_code
