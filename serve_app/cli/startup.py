@@ -51,8 +51,11 @@ class Startup:
         raise CommandFailed(f"not ready after {DEADLINE_S:.0f} s; see {self.log_file}")
 
     def last_lines(self) -> str:
-        """The end of the log, in one line, with the place of the rest."""
-        lines = [line.strip() for line in self._log().splitlines() if line.strip()]
+        """The end of the log, in one line, with the place of the rest; of a traceback the line that names the error."""
+        log = self._log()
+        if "Traceback (most recent call last)" in log:
+            return f"{_last_line(log)} (log: {self.log_file})"
+        lines = [line.strip() for line in log.splitlines() if line.strip()]
         return " | ".join(lines[-TAIL_LINES:]) + f" (log: {self.log_file})"
 
     def _is_ready(self) -> bool:

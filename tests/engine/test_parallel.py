@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from engine.block_pool import BlockCopy, CopyKind
 from engine.parallel import Order, Verb, decode, encode
 from engine.plan import PlannedRow, StepPlan
 from engine.request import SamplingParams
+from tests.ports import free_port
 
 PROGRAM = Path(__file__).parent / "rank_program.py"
 NUM_NEW = 12
@@ -34,11 +34,8 @@ def greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 
 def run_ranks(folder: Path, scenario: str) -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     result = folder / "result.json"
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM), str(folder), scenario, str(result)],

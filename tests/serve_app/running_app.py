@@ -1,7 +1,6 @@
 """A real application on a real Ray: started once by a test module, on free ports of loopback, and stopped after."""
 
 import asyncio
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from ray import serve
 
 from serve_app.app import build_app
 from serve_app.settings import AppSettings
+from tests.ports import free_port
 
 APP_NAME = "pitstop"
 ADMIN_KEY = "a-key-for-tests-only"
@@ -33,7 +33,7 @@ T = TypeVar("T")
 @contextmanager
 def running_app(settings: AppSettings, *, num_cpus: int = 2) -> Iterator[str]:
     """Starts Ray, Serve and the application, and gives the URL of its root."""
-    port = _free_port()
+    port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -73,13 +73,6 @@ async def eventually(
         await asyncio.sleep(0.05)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _start_ray(num_cpus: int) -> None:
     ray.init(
         address="local",
@@ -87,5 +80,5 @@ def _start_ray(num_cpus: int) -> None:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=100 * 2**20,
-        _metrics_export_port=_free_port(),
+        _metrics_export_port=free_port(),
     )

@@ -16,6 +16,7 @@ from serve_app.cli import main
 from serve_app.cli.key_file import ensure_key_file, find_admin_key
 from serve_app.cli.serve_config import Overrides, read_config
 from serve_app.cli.startup import failure_in
+from tests.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
 HUGE_BYTES = 2**43
@@ -28,11 +29,9 @@ def _without_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PITSTOP_ADMIN_KEY_FILE", raising=False)
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture(name="free_port")
+def a_free_port() -> int:
+    return free_port()
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:

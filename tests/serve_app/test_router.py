@@ -1,6 +1,5 @@
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from serve_app.client import Completion, Pitstop, SyncPitstop, connect, connect_
 from serve_app.protocol.errors import GenerationFailed, NoReplica, ReplicaLost
 from serve_app.router import Router
 from serve_app.settings import AppSettings
+from tests.ports import free_port
 from tests.serve_app.router_fakes import FakeController, FakeEngine
 from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
 
@@ -69,12 +69,6 @@ async def http(server: Server) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.fixture
 def pitstop(server: Server) -> Pitstop:
     return connect("pitstop")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def chat(text: str = PROMPT, **fields: Any) -> dict[str, Any]:

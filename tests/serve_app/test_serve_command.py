@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.ports import free_port
 from tests.serve_app.tiny_model import make_model_folder
 
 pytestmark = pytest.mark.slow
@@ -56,9 +56,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def launched(model: Path, cache_dir: Path) -> Iterator[Launcher]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = ["--port", str(port), "--model", str(model), "--replicas", "1", "--cache-dir", str(cache_dir)]
     process = subprocess.Popen(
         [*COMMAND, "serve", str(REPOSITORY / "configs" / "local.yaml"), *options],
