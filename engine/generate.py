@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -101,13 +102,16 @@ def generate_batch(
     max_new_tokens: int | None = None,
     sampling: SamplingParams | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    **generation_fields: Any,
 ) -> dict[str, GenerationOutput]:
     """Generates for every prompt; gives the last output of each by request id, in the order of the prompts.
 
     Of several sequences a prompt, the one with the plain id comes last, as in transformers. A prompt that is refused or
     fails is there too, with status FAILED and its `error`; it does not touch the others. tokenizer: needed by stop
-    strings alone.
+    strings alone. generation_fields: fields of GenerationConfig, laid over `generation_config` as `generate` does it;
+    any other name is a TypeError.
     """
+    generation_config = _with_fields(generation_config, generation_fields)
     if len(inputs) == 0:
         return {}
     lengths = [len(ids) for ids in inputs if isinstance(ids, Sized)]
@@ -178,6 +182,18 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     for name, function in methods.items():
         setattr(model, name, MethodType(function, model))
     return model
+
+
+def _with_fields(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig | None:
+    if fields.get("cache_implementation") == "paged":
+        # `generate` calls with what it was called with: its prompts stand there a second time.
+        fields.pop("input_ids", None)
+    merged = GenerationConfig() if config is None else deepcopy(config)
+    for name in fields:
+        if not hasattr(merged, name):
+            raise TypeError(f"generate_batch() got an unexpected keyword argument {name!r}")
+    merged.update(**fields)
+    return merged if fields else config
 
 
 def _submit(manager: ContinuousBatchingManager, make_room: Callable[[], bool], **arguments: Any) -> str | None:

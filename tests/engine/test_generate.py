@@ -15,6 +15,7 @@ from engine import (
     RequestStatus,
     SamplingParams,
     destroy_cached_continuous_batching_manager,
+    enable,
     generate_batch,
     init_continuous_batching,
 )
@@ -80,9 +81,11 @@ def test_more_prompts_than_may_wait_are_submitted_as_there_is_room(model: PreTra
 
 
 def test_unknown_keywords_are_refused(model: PreTrainedModel) -> None:
-    for keyword in ("temperature", "max_tokens", "num_beams"):
+    for keyword in ("max_tokens", "input_ids", "attention_mask", "n"):
         with pytest.raises(TypeError, match=keyword):
             generate(model, **{keyword: 1})
+    with pytest.raises(InvalidRequest, match="num_beams"):
+        generate(model, num_beams=2)
 
 
 def test_a_refused_prompt_is_there_with_its_error_and_costs_the_others_nothing(model: PreTrainedModel) -> None:
@@ -197,3 +200,12 @@ def test_what_a_request_has_survives_when_it_gives_way(model: PreTrainedModel) -
     created = [output.created_time for output in together]
     assert created == sorted(created)
     assert created[-1] < min(output.timestamps[0] for output in together if output.timestamps)
+
+
+def test_generation_fields_act_as_in_generate_and_generate_itself_comes_here(model: PreTrainedModel) -> None:
+    ids = torch.tensor([[1, 2, 3, 4]])
+    fields = {"max_new_tokens": 6, "do_sample": False, "repetition_penalty": 1.3}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), eos_token_id=None, **fields)[0].tolist()
+    outputs = generate_batch(model, ids.tolist(), repetition_penalty=1.3, max_new_tokens=6)
+    assert ids[0].tolist() + outputs["req_0"].generated_tokens == expected
+    assert enable(model).generate(ids, cache_implementation="paged", **fields)[0, 0].tolist() == expected
