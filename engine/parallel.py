@@ -67,7 +67,7 @@ class RankGroup:
         self.timeout_s = NO_TIMEOUT_S if timeout_s is None else timeout_s
         limit = timedelta(seconds=self.timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=limit)
-        self._store = _make_store(self.rank, self.size, limit)
+        self._store = _make_store(self._control, rank=self.rank, size=self.size, timeout=limit)
         self._num_orders = 0
 
     @property
@@ -165,17 +165,27 @@ def rank_group_of(model: PreTrainedModel, *, timeout_s: float | None) -> RankGro
     return RankGroup(timeout_s=timeout_s)
 
 
-def _make_store(rank: int, size: int, timeout: timedelta) -> TCPStore:
-    """A store at the driver's address on a free port, which the driver tells the others."""
-    store = TCPStore("0.0.0.0", 0, size, is_master=True, wait_for_workers=False, timeout=timeout) if rank == 0 else None
-    place: list[tuple[str, int] | None] = [(socket.gethostname(), store.port) if store is not None else None]
-    dist.broadcast_object_list(place, src=0)
-    assert place[0] is not None
-    host, port = place[0]
-    if store is not None:
-        return store
-    address = "127.0.0.1" if host == socket.gethostname() else host
-    return TCPStore(address, port, size, is_master=False, timeout=timeout)
+def _make_store(group: dist.ProcessGroup, *, rank: int, size: int, timeout: timedelta) -> TCPStore:
+    """A store of the driver's, on a free port that it tells the others; on loopback where all ranks share a machine."""
+    hosts: list[str] = [""] * size
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    bind_to, name = ("127.0.0.1", "127.0.0.1") if len(set(hosts)) == 1 else ("", hosts[0])
+    port = [0]
+    if rank == 0:
+        listener = socket.create_server((bind_to, 0))
+        port[0] = listener.getsockname()[1]
+    dist.broadcast_object_list(port, src=0, group=group)
+    if rank != 0:
+        return TCPStore(name, port[0], size, is_master=False, timeout=timeout)
+    return TCPStore(
+        name,
+        port[0],
+        size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def encode(order: Order) -> str:
