@@ -338,12 +338,13 @@ class ContinuousBatchingManager:
         with self.pause(weights_changed=False):
             parked = perf_counter()
             self._check_version(version)
+            # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
+            staged.commit()
             try:
-                staged.commit()
+                self._change_version(version, in_flight=in_flight)
             except BaseException:
                 staged.rollback()
                 raise
-            self._change_version(version, in_flight=in_flight)
         return perf_counter() - parked
 
     # Numbers

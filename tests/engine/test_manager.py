@@ -282,6 +282,19 @@ def test_aborted_requests_end_with_what_they_have(model: PreTrainedModel, new_we
         assert run_all(manager, [PROMPT], NUM_NEW) == [new_answer()]
 
 
+def test_a_second_commit_is_refused_and_does_not_bring_the_older_weights_back(
+    model: PreTrainedModel, new_weights: Path
+) -> None:
+    new = new_answer()
+    with running(model) as manager:
+        staged = stage_weights(model, str(new_weights))
+        manager.commit_weights(staged)
+        with pytest.raises(WeightsError, match="committed"):
+            manager.commit_weights(staged)
+        assert manager.weight_version == 2
+        assert run_all(manager, [PROMPT], NUM_NEW) == [new]
+
+
 def test_weights_that_fail_to_commit_leave_the_old_ones_running(model: PreTrainedModel, new_weights: Path) -> None:
     old = old_answer()
     with running(model) as manager:
