@@ -109,7 +109,7 @@ def generate_batch(
     Of several sequences a prompt, the one with the plain id comes last, as in transformers. A prompt that is refused or
     fails is there too, with status FAILED and its `error`; it does not touch the others. tokenizer: needed by stop
     strings alone. generation_fields: fields of GenerationConfig, laid over `generation_config` as `generate` does it;
-    any other name is a TypeError.
+    any other name is a TypeError. Of several tensor parallel ranks all call it; the driver has the results.
     """
     generation_config = _with_fields(generation_config, generation_fields)
     if len(inputs) == 0:
@@ -128,6 +128,8 @@ def generate_batch(
         warmup=warmup,
         workload_hints=hints if max_new_tokens else None,
     ) as manager:
+        if not manager.is_driver:
+            return {}
         num_sequences = (sampling.num_return_sequences if sampling else None) or manager.num_return_sequences
         total = len(inputs) * num_sequences
         with tqdm(total=total, disable=not progress_bar, desc="requests", unit="request") as bar:

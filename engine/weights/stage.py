@@ -64,6 +64,10 @@ def stage_weights(model: PreTrainedModel, path: str, *, cast: bool = False) -> S
     """
     if getattr(model, "is_quantized", False):
         raise WeightsInvalid("the model is quantized, and its weights cannot be replaced; load it unquantized")
+    if getattr(model, "tp_size", None):
+        raise WeightsInvalid(
+            "the model is cut over tensor parallel ranks; change its weights inside pause() on each rank"
+        )
     slots = _slots_of(model)
     problems = _Problems(path)
     with open_folder(path) as stored, torch.no_grad():

@@ -15,7 +15,10 @@ from engine import (
     ContinuousBatchingManager,
     EngineDead,
     SamplingParams,
+    WeightsInvalid,
+    generate_batch,
     init_continuous_batching,
+    stage_weights,
 )
 
 PROMPTS = [list(range(1, 40)), [5, 6, 7], [*range(1, 40), 9], [200]]
@@ -36,7 +39,7 @@ def main(folder: str, scenario: str, result: str) -> None:
         found["tokens"] = [manager.get_result(name, timeout=60).generated_tokens for name in ids]
     else:
         assert ids == [None] * len(PROMPTS)
-    found |= {"pause": pause, "cancel": cancel, "death": die}[scenario](manager)
+    found |= {"pause": pause, "cancel": cancel, "batch": batch, "death": die}[scenario](manager)
     if manager.is_driver:
         Path(result).write_text(json.dumps(found))
     if scenario == "death":
@@ -71,6 +74,18 @@ def cancel(manager: ContinuousBatchingManager) -> dict[str, object]:
     manager.cancel_request(name)
     last = [output.status.name for output in manager.request_id_iter(name)][-1]
     return {"status": last, "used": manager.stats().num_used_blocks}
+
+
+def batch(manager: ContinuousBatchingManager) -> dict[str, object]:
+    """All ranks call generate_batch, on the manager that runs."""
+    manager.model._pitstop_manager = manager
+    results = generate_batch(manager.model, PROMPTS, persistent_manager=True, sampling=GREEDY)
+    assert manager.is_driver or results == {}
+    try:
+        stage_weights(manager.model, sys.argv[1])
+    except WeightsInvalid as error:
+        return {"batch": [output.generated_tokens for output in results.values()], "stage": str(error)}
+    return {}
 
 
 def die(manager: ContinuousBatchingManager) -> dict[str, object]:

@@ -70,6 +70,12 @@ def test_cancelling_frees_the_blocks_of_all_ranks(folder: Path) -> None:
     assert (found["status"], found["used"]) == ("CANCELLED", 0)
 
 
+def test_a_batch_has_its_results_at_the_driver_and_staging_is_refused_by_name(folder: Path) -> None:
+    found = run_ranks(folder, "batch")
+    assert found["batch"] == found["tokens"] == [greedy(tiny_model("llama"), prompt) for prompt in PROMPTS]
+    assert "tensor parallel" in found["stage"]
+
+
 def test_a_dead_rank_ends_the_group_with_a_clear_error(folder: Path) -> None:
     found = run_ranks(folder, "death")
     assert "a rank of the tensor parallel group is gone" in found["error"]
