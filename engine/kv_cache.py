@@ -110,6 +110,10 @@ class KVCache:
         self._read_values, values_HTD = _gather(self._values_HNCD[layer], chunk_ids, self._read_values)
         return keys_HTD, values_HTD
 
+    def chunks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Gives all keys and values of a layer as H x N x C x D, in place."""
+        return self._keys_HNCD[layer], self._values_HNCD[layer]
+
     def _block(self, store_HNCD: Tensor, block: int) -> Tensor:
         return store_HNCD.narrow(1, block * self.chunks_per_block, self.chunks_per_block)
 

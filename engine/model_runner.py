@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.attention.cpu import find_decode_kernel
 from engine.attention.interface import (
     STEP_ARGUMENT,
     attention_configs,
@@ -47,6 +48,7 @@ class ModelRunner:
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device)
+        self._kernel = find_decode_kernel(model.dtype, model.device)
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
         """Makes the planned copies, computes a step and gives, by request id, the token of each row that samples.
@@ -91,7 +93,13 @@ class ModelRunner:
 
     def _forward(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
         with torch.inference_mode():
-            batch = build_batch(rows, self._cache, self._config.windows, self._model.device)
+            batch = build_batch(
+                rows,
+                self._cache,
+                self._config.windows,
+                self._model.device,
+                reads_in_place=self._kernel is not None,
+            )
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
             logits_LV = self._logits(batch)
@@ -110,7 +118,7 @@ class ModelRunner:
                 attention_mask=None,
                 use_cache=False,
                 **rows,
-                **{STEP_ARGUMENT: run_attention(batch.step)},
+                **{STEP_ARGUMENT: run_attention(batch.step, self._kernel)},
             )
         logits_LV: Tensor = output.logits[0]
         return logits_LV if self._takes_rows else logits_LV[wanted_L]

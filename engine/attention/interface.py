@@ -11,7 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.attention.sdpa import LayerRules, attend
+from engine.attention import sdpa
+from engine.attention.cpu import DecodeKernel
+from engine.attention.sdpa import LayerRules
 from engine.attention.step import AttentionStep
 from engine.errors import UnsupportedModel
 
@@ -58,8 +60,9 @@ def use_step(configs: list[Any]) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-def run_attention(step: AttentionStep) -> StepFunction:
-    """Gives the step function that reads and writes the paged cache."""
+def run_attention(step: AttentionStep, kernel: DecodeKernel | None) -> StepFunction:
+    """Gives the step function that reads and writes the paged cache, with a kernel for single tokens or torch's own."""
+    attend = sdpa.attend if kernel is None else kernel.attend
 
     def call(
         module: nn.Module,
