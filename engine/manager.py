@@ -22,7 +22,9 @@ from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
+from engine.host_memory import free_host_bytes
 from engine.outbox import Outbox
+from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, rank_group_of
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
@@ -69,8 +71,16 @@ class ContinuousBatchingManager:
         )
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
+        free_bytes = free_host_bytes()
+        self._packed = pack_weights(
+            model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes
+        )
         self.config: ResolvedConfig = resolve_config(
-            self.continuous_batching_config, model, self._layers, workload_hints
+            self.continuous_batching_config,
+            model,
+            self._layers,
+            workload_hints,
+            free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -105,6 +115,7 @@ class ContinuousBatchingManager:
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
+            self._repack()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
@@ -311,11 +322,17 @@ class ContinuousBatchingManager:
         finally:
             try:
                 if weights_changed:
+                    self._repack()
                     self._change_version(None, in_flight="keep")
             finally:
                 self._leave_pause()
 
     paused = pause
+
+    def prepare_weights(self, staged: StagedWeights) -> None:
+        """Makes what depends on staged weights, beside generation; `commit_weights` does it where nobody has."""
+        if self._packed is not None:
+            self._packed.prepare(staged.pairs)
 
     def commit_weights(
         self,
@@ -335,6 +352,7 @@ class ContinuousBatchingManager:
                 f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}",
                 "in_flight",
             )
+        self.prepare_weights(staged)
         with self.pause(weights_changed=False):
             parked = perf_counter()
             self._check_version(version)
@@ -345,6 +363,8 @@ class ContinuousBatchingManager:
             except BaseException:
                 staged.rollback()
                 raise
+            if self._packed is not None:
+                self._packed.refresh()
         return perf_counter() - parked
 
     # Numbers
@@ -366,6 +386,7 @@ class ContinuousBatchingManager:
             self.config,
             self._layers,
             self._sampler,
+            packed=self._packed,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )
@@ -382,6 +403,11 @@ class ContinuousBatchingManager:
                 target_step_s=self.config.target_step_s,
             ),
         )
+
+    def _repack(self) -> None:
+        """Values may have changed in place, which no address shows."""
+        if self._packed is not None:
+            self._packed.refresh(all_of_them=True)
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()

@@ -3,6 +3,7 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
 from engine.kv_cache import KVCache, LayerShape
+from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.sampling import RowSampler
 
@@ -36,6 +38,7 @@ class ModelRunner:
         layers: Sequence[LayerShape],
         sampler: RowSampler | None = None,
         *,
+        packed: PackedWeights | None = None,
         is_driver: bool = True,
         all_agree: Callable[[bool], bool] = bool,
     ) -> None:
@@ -48,6 +51,7 @@ class ModelRunner:
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device)
+        self._layers_in_use = packed.in_use if packed is not None else nullcontext
         self._kernel = find_decode_kernel(model.dtype, model.device)
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
@@ -111,7 +115,7 @@ class ModelRunner:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
         wanted_L = batch.last_tokens_L if batch.sampling_rows else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
-        with use_step(self._configs):
+        with use_step(self._configs), self._layers_in_use():
             output = self._model(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,
