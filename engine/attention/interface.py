@@ -11,8 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.attention.sdpa import LayerRules, attend
-from engine.attention.step import AttentionStep
+from engine.attention import flash, sdpa
+from engine.attention.flash import FlashView
+from engine.attention.sdpa import LayerRules
+from engine.attention.step import AttentionStep, LayerView
 from engine.errors import UnsupportedModel
 
 IMPLEMENTATION = "pitstop"
@@ -58,7 +60,7 @@ def use_step(configs: list[Any]) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-def run_attention(step: AttentionStep) -> StepFunction:
+def run_attention(step: AttentionStep[LayerView] | AttentionStep[FlashView]) -> StepFunction:
     """Gives the step function that reads and writes the paged cache."""
 
     def call(
@@ -76,7 +78,10 @@ def run_attention(step: AttentionStep) -> StepFunction:
             softcap=rules["softcap"],
             sinks=rules["s_aux"],
         )
-        return attend(step.view(layer_rules.layer), query_HGTD, key[0], value[0], layer_rules)
+        view = step.view(layer_rules.layer)
+        if isinstance(view, FlashView):
+            return flash.attend(view, query_HGTD, key[0], value[0], layer_rules)
+        return sdpa.attend(view, query_HGTD, key[0], value[0], layer_rules)
 
     return call
 
