@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.flash import FlashView
 from engine.attention.step import AttentionStep, DecodeGroup, LayerView, PromptChunk
 from engine.kv_cache import KVCache
 from engine.plan import PlannedRow
@@ -31,7 +32,7 @@ class Batch:
     sampling_rows: list[PlannedRow]
     last_tokens_L: Tensor
     """Where in T the logits of each sampling row are."""
-    step: AttentionStep
+    step: AttentionStep[LayerView] | AttentionStep[FlashView]
 
 
 def build_batch(
@@ -67,6 +68,14 @@ def build_batch(
     )
 
 
+def row_slots(row: PlannedRow, group: int, page_size: int) -> np.ndarray:
+    """Gives where in the cache of a block group the tokens of a row go."""
+    positions = np.arange(row.start, row.end)
+    table = np.asarray(row.block_tables[group], dtype=np.int64)
+    slots: np.ndarray = table[positions // page_size] * page_size + positions % page_size
+    return slots
+
+
 def max_read_tokens(longest: int, max_requests: int) -> int:
     """Gives how many keys attention reads at once at most, for so many requests of up to `longest` tokens."""
     return max(longest, min(MAX_GROUP_TOKENS, max_requests * longest))
@@ -90,7 +99,7 @@ class _View:
         fresh += [entered for row in chunked for entered in self._fresh_chunk(row)]
         if fresh:
             self.cache.clear(group, _to_device(fresh, self.device))
-        all_slots = [np.array(slots, dtype=np.int64), *(self._slots(row) for row in chunked)]
+        all_slots = [np.array(slots, dtype=np.int64), *(row_slots(row, group, page) for row in chunked)]
         return LayerView(
             cache=self.cache,
             window=self.window,
@@ -168,12 +177,6 @@ class _View:
         table = np.array(row.block_tables[self.group], dtype=np.int64)
         ids = (table[:, None] * per_block + np.arange(per_block)).reshape(-1)
         return ids[first : -(-row.end // self.cache.chunk_tokens)]
-
-    def _slots(self, row: PlannedRow) -> np.ndarray:
-        positions, page = np.arange(row.start, row.end), self.cache.page_size
-        table = np.asarray(row.block_tables[self.group], dtype=np.int64)
-        slots: np.ndarray = table[positions // page] * page + positions % page
-        return slots
 
     def _fresh_chunk(self, row: PlannedRow) -> list[int]:
         """The chunk that this row enters and does not fill: what stands behind its tokens is somebody else's."""

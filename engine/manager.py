@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.attention.choice import choose_flash
+from engine.attention.flash import FlashKernels, find_flash
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
     EngineStopped,
@@ -54,7 +56,10 @@ class ContinuousBatchingManager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
+        *,
+        flash: FlashKernels | None = None,
     ) -> None:
+        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it."""
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
@@ -75,12 +80,17 @@ class ContinuousBatchingManager:
         self._packed = pack_weights(
             model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes
         )
+        chosen = choose_flash(
+            flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
+        )
+        self._flash = None if isinstance(chosen, str) else chosen
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config,
             model,
             self._layers,
             workload_hints,
             free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
+            no_flash=chosen if isinstance(chosen, str) else None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -171,7 +181,7 @@ class ContinuousBatchingManager:
     def switch_to_cb_friendly_attn(
         self,
         model: PreTrainedModel,
-        auto_switch_to_flash: bool = True,  # noqa: ARG002  # the engine's own attention has nothing to switch to
+        auto_switch_to_flash: bool = True,  # noqa: ARG002  # of the config it counts; a model has nothing to switch
     ) -> None:
         """Checks that the engine can stand in for the model's attention; nothing of the model is changed.
 
@@ -387,6 +397,7 @@ class ContinuousBatchingManager:
             self._layers,
             self._sampler,
             packed=self._packed,
+            flash=self._flash,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )
