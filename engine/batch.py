@@ -45,8 +45,8 @@ def build_batch(
 ) -> Batch:
     """Packs single-token rows by length, then the prompt chunks, and clears chunks entered for the first time.
 
-    windows: how far back the layers of each block group look. reads_in_place: attention copies no keys, so rows of any
-    length share a group.
+    windows: how far back the layers of each block group look. reads_in_place: attention copies no keys and looks at no
+    token behind a row's end, so rows of any length share a group and nothing is cleared.
     """
     singles = sorted((row for row in planned if row.num_tokens == 1), key=attrgetter("end"))
     chunked = [row for row in planned if row.num_tokens > 1]
@@ -97,7 +97,7 @@ class _View:
         # A single token enters a chunk when it is its first.
         fresh = [slot // chunk for slot in slots if slot % chunk == 0] if chunk > 1 else []
         fresh += [entered for row in chunked for entered in self._fresh_chunk(row)]
-        if fresh:
+        if fresh and not self.reads_in_place:
             self.cache.clear(group, _to_device(fresh, self.device))
         all_slots = [np.array(slots, dtype=np.int64), *(row_slots(row, group, page) for row in chunked)]
         return LayerView(

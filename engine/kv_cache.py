@@ -38,7 +38,7 @@ class LayerShape:
 
 
 class KVCache:
-    """Invariant: every chunk that is read holds values of its own request or zeros.
+    """Invariant: what is copied out by `read` holds values of its own request or zeros, by way of `clear`.
 
     So a request that produced NaN leaves none to the next owner of its blocks: zero weight times NaN would be NaN.
     """
@@ -125,6 +125,7 @@ class KVCache:
     def chunks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Gives all keys and values of a layer as H x N x C x D, in place."""
         return self._keys_HNCD[layer], self._values_HNCD[layer]
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Gives all keys and values of a layer as B x P x H x D, in place; only where the tokens lead."""
         keys, values = (

@@ -20,11 +20,11 @@ from engine.errors import (
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
+from engine.host_memory import free_host_bytes
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
-from engine.host_memory import free_host_bytes
 from engine.outbox import Outbox
 from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, rank_group_of
@@ -77,9 +77,7 @@ class ContinuousBatchingManager:
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
         free_bytes = free_host_bytes()
-        self._packed = pack_weights(
-            model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes
-        )
+        self._packed = pack_weights(model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes)
         chosen = choose_flash(
             flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
         )

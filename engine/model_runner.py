@@ -22,8 +22,8 @@ from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
 from engine.kv_cache import KVCache, LayerShape
-from engine.packed_weights import PackedWeights
 from engine.packed_step import StepPacker
+from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.sampling import RowSampler
 

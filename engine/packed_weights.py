@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +46,7 @@ class PackedWeights:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Packs nothing yet: `refresh` does."""
-        self._layers = [module for module in model.modules() if _can_pack(module)]
+        self._layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
         self._packed: dict[int, _Packed] = {}
 
     @property
@@ -112,7 +111,7 @@ def pack_weights(model: PreTrainedModel, *, wanted: bool | None, free_bytes: int
     obstacle = None
     if model.device.type != "cpu" or model.dtype != torch.float32:
         obstacle = f"it is for float32 on a CPU, and this model is {model.dtype} on {model.device.type}"
-    elif not torch.backends.mkldnn.is_available():
+    elif not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         obstacle = "this build of torch has no oneDNN"
     elif getattr(model, "tp_size", None):
         obstacle = "the model is cut over tensor parallel ranks"
@@ -124,9 +123,9 @@ def pack_weights(model: PreTrainedModel, *, wanted: bool | None, free_bytes: int
     return None
 
 
-def _can_pack(module: nn.Module) -> Any:
+def _can_pack(layer: nn.Linear) -> bool:
     # A subclass may compute something else, and a layer whose own forward was replaced does.
-    return type(module) is nn.Linear and "forward" not in vars(module) and module.weight.dtype == torch.float32
+    return type(layer) is nn.Linear and "forward" not in vars(layer) and layer.weight.dtype == torch.float32
 
 
 def _pack(weight: Tensor) -> _Packed:

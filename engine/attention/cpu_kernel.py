@@ -16,7 +16,7 @@ from numba import config, njit, prange, set_num_threads
 
 LOG2_E = np.float32(1.4426950408889634)
 LEAST_EXPONENT = np.float32(-87.0)
-"""e to this is about the smallest normal float32; what is below weighs nothing beside the largest weight, which is 1."""
+"""e to this is about the smallest normal float32; less weighs nothing beside the largest weight, which is 1."""
 HIDDEN = np.float32(-1e30)
 MAX_PARTS = 64
 """Into so many parts the work is cut; rows differ in length, so there are more parts than threads."""
@@ -39,7 +39,7 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def use_threads(num_threads: int) -> None:
     """Sets how many threads the calls of this thread take."""
-    set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
+    set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]  # set at import
 
 
 def prepare() -> None:
@@ -156,12 +156,12 @@ def _add(weight_GC: np.ndarray, value_CD: np.ndarray, low: int, high: int, sum_G
 
 @compiled(inline="always")
 def exponential(x: np.float32) -> np.float32:
-    """Gives e^x for x <= 0, to within 3e-7 of its value.
+    """Gives e^x for x <= 0, to within (3 + |x|) 1e-7 of its value, and NaN for NaN.
 
     The library's function takes one number at a time; of this arithmetic the compiler makes eight at a time. 2^n goes
     into the bits of the exponent, 2^f for f in [-0.5, 0.5] is its Taylor series.
     """
-    y = max(x, LEAST_EXPONENT) * LOG2_E
+    y = (LEAST_EXPONENT if x < LEAST_EXPONENT else x) * LOG2_E
     n = np.floor(y + np.float32(0.5))
     f = y - n
     p = np.float32(1.5403530e-4)
@@ -171,4 +171,6 @@ def exponential(x: np.float32) -> np.float32:
     p = p * f + np.float32(2.4022651e-1)
     p = p * f + np.float32(6.9314718e-1)
     p = p * f + np.float32(1)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    power: np.float32 = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    result: np.float32 = p * power
+    return result

@@ -33,6 +33,7 @@ TRIED_HERE = {
 }
 TRIED_ELSEWHERE = {
     "auto_switch_to_flash": "test_flash",
+    "pack_weights": "test_packed_weights",
     "max_blocks_per_request": "test_flash",
     "drop_unsupported_processors": "with the logits processors",
     "disable_nccl_graph_mixing": "with tensor parallelism",
