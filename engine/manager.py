@@ -20,6 +20,7 @@ from engine.errors import (
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
+from engine.graphs import CudaGraphs, GraphMaker
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
@@ -56,8 +57,12 @@ class ContinuousBatchingManager:
         workload_hints: WorkloadHints | None = None,
         *,
         flash: FlashKernels | None = None,
+        graphs: GraphMaker | None = None,
     ) -> None:
-        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it."""
+        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it.
+
+        graphs: what captures steps; None takes CUDA's on a GPU.
+        """
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
@@ -78,12 +83,14 @@ class ContinuousBatchingManager:
             flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
         )
         self._flash = None if isinstance(chosen, str) else chosen
+        self._graphs = graphs or (CudaGraphs(model.device) if model.device.type == "cuda" else None)
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config,
             model,
             self._layers,
             workload_hints,
             no_flash=chosen if isinstance(chosen, str) else None,
+            no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -185,7 +192,12 @@ class ContinuousBatchingManager:
             raise ValueError(f"attention {implementation!r} is not one of {', '.join(KNOWN_ATTENTION)}")
 
     def warmup(self) -> None:
-        """Prepares what a first step would otherwise have to; there is nothing to capture without CUDA graphs."""
+        """Captures CUDA graphs, which the first steps would otherwise have to; nothing to do without them."""
+        if self.is_running():
+            with self.pause(weights_changed=False):
+                self._runner.warm_up()
+        else:
+            self._runner.warm_up()
 
     # Requests
 
@@ -352,7 +364,7 @@ class ContinuousBatchingManager:
             parked = perf_counter()
             self._check_version(version)
             # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
-            staged.commit()
+            staged.commit(in_place=any(self.config.use_cuda_graph))
             try:
                 self._change_version(version, in_flight=in_flight)
             except BaseException:
@@ -374,12 +386,13 @@ class ContinuousBatchingManager:
 
     def _make_loop(self) -> GenerationLoop | FollowerLoop:
         ranks = self._ranks
-        runner = ModelRunner(
+        runner = self._runner = ModelRunner(
             self.model,
             self.config,
             self._layers,
             self._sampler,
             flash=self._flash,
+            graphs=self._graphs,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )
