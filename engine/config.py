@@ -13,6 +13,8 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 DEFAULT_MAX_BATCH_TOKENS = 8192
 """The reference's value; on a CPU the step-time bound of the loop usually cuts in first."""
 DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
+DEFAULT_Q_PADDING = 64
+DEFAULT_KV_PADDING = 16_384
 DEPRECATED = {
     "use_default_compile_configs": "use default_compile_level, of which True is level 1",
     "max_cached_graphs": "the number of graphs is not limited any more",
@@ -37,6 +39,12 @@ class ContinuousBatchingConfig:
         faster for single tokens; longer ones take the general one. 0 closes the decode way; None is what the workload
         hints or the model's length come to.
     allow_block_sharing: reuse blocks of equal prefixes.
+    use_cuda_graph: replay captured steps, of any rows and of single tokens; one answer or a pair. None is yes where
+        flash attention computes and no elsewhere; a model that cannot be captured runs without, with a warning.
+    q_padding_interval_size: a captured step is padded to a multiple of so many tokens; 0 is 64. Setting it asks for
+        graphs.
+    kv_padding_interval_size: the longest row of a captured step counts as a multiple of so many keys; 0 is 16,384.
+        Setting it asks for graphs.
     scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
     safety_margin: share of the blocks below which no further request is admitted; None is 0.15, prefill_first 0.
     cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes half of what is free.
@@ -125,6 +133,10 @@ class ResolvedConfig:
     """Blocks in the pool of each group; () gives `num_blocks` to each."""
     max_blocks_per_request: int = 0
     """Blocks up to which a request takes flash attention's decode kernel."""
+    use_cuda_graph: tuple[bool, bool] = (False, False)
+    """Whether steps of any rows, and steps of single tokens, are captured and replayed."""
+    q_padding_interval_size: int = DEFAULT_Q_PADDING
+    kv_padding_interval_size: int = DEFAULT_KV_PADDING
     num_host_slots: int = 0
     """Blocks of each group that the host tier holds."""
 

@@ -51,15 +51,19 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         tokens_lead: bool = False,
+        has_scratch: bool = False,
     ) -> None:
-        """tokens_lead: keep the heads of a token together, for a backend that asks for `pages`."""
+        """tokens_lead: keep the heads of a token together, for a backend that asks for `pages`. has_scratch: one more
+        block in each pool, for the padding of a step.
+        """
+        self.device = device
         self.page_size = config.page_size
         self.chunk_tokens = gcd(config.page_size, CHUNK_TOKENS)
         self.chunks_per_block = config.page_size // self.chunk_tokens
         self.group_of_layer = [config.group_of(layer.window) for layer in layers]
         self._tokens_lead = tokens_lead
         self._pool_sizes = config.pool_sizes
-        blocks = [config.pool_sizes[group] for group in self.group_of_layer]
+        blocks = [config.pool_sizes[group] + has_scratch for group in self.group_of_layer]
 
         def room(
             shapes: Sequence[tuple[int, int]], num_blocks: Sequence[int], *, on_host: bool = False
@@ -80,6 +84,9 @@ class KVCache:
         slots = [config.num_host_slots] * len(layers)
         self._keys_HNCD, self._values_HNCD = room(key_shapes, blocks), room(value_shapes, blocks)
         self._host_HNCD = [*room(key_shapes, slots, on_host=True), *room(value_shapes, slots, on_host=True)]
+        if has_scratch:  # what is there is never seen, and must not be NaN, which spreads
+            for group, store in zip(self.group_of_layer * 2, [*self._keys_HNCD, *self._values_HNCD], strict=True):
+                self._block(store, self.scratch_block(group)).zero_()
         # Gathers reuse these: fresh memory for each would cost more in page faults than the copy itself.
         self._read_keys = torch.empty(0, dtype=dtype, device=device)
         self._read_values = torch.empty(0, dtype=dtype, device=device)
@@ -135,7 +142,7 @@ class KVCache:
         return keys, values
 
     def scratch_block(self, group: int) -> int:
-        """Gives the block behind those of a group's pool."""
+        """Gives the block behind those of a group's pool, which no request gets."""
         return self._pool_sizes[group]
 
     def _empty(

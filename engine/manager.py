@@ -20,6 +20,7 @@ from engine.errors import (
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
+from engine.graphs import CudaGraphs, GraphMaker
 from engine.host_memory import free_host_bytes
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
@@ -58,8 +59,12 @@ class ContinuousBatchingManager:
         workload_hints: WorkloadHints | None = None,
         *,
         flash: FlashKernels | None = None,
+        graphs: GraphMaker | None = None,
     ) -> None:
-        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it."""
+        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it.
+
+        graphs: what captures steps; None takes CUDA's on a GPU.
+        """
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
@@ -82,6 +87,7 @@ class ContinuousBatchingManager:
             flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
         )
         self._flash = None if isinstance(chosen, str) else chosen
+        self._graphs = graphs or (CudaGraphs(model.device) if model.device.type == "cuda" else None)
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config,
             model,
@@ -89,6 +95,7 @@ class ContinuousBatchingManager:
             workload_hints,
             free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
             no_flash=chosen if isinstance(chosen, str) else None,
+            no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -191,7 +198,12 @@ class ContinuousBatchingManager:
             raise ValueError(f"attention {implementation!r} is not one of {', '.join(KNOWN_ATTENTION)}")
 
     def warmup(self) -> None:
-        """Prepares what a first step would otherwise have to; there is nothing to capture without CUDA graphs."""
+        """Captures CUDA graphs, which the first steps would otherwise have to; nothing to do without them."""
+        if self.is_running():
+            with self.pause(weights_changed=False):
+                self._runner.warm_up()
+        else:
+            self._runner.warm_up()
 
     # Requests
 
@@ -365,14 +377,15 @@ class ContinuousBatchingManager:
             parked = perf_counter()
             self._check_version(version)
             # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
-            staged.commit()
+            in_place = any(self.config.use_cuda_graph)
+            staged.commit(in_place=in_place)
             try:
                 self._change_version(version, in_flight=in_flight)
             except BaseException:
                 staged.rollback()
                 raise
             if self._packed is not None:
-                self._packed.refresh()
+                self._packed.refresh(all_of_them=in_place)
         return perf_counter() - parked
 
     # Numbers
@@ -389,13 +402,14 @@ class ContinuousBatchingManager:
 
     def _make_loop(self) -> GenerationLoop | FollowerLoop:
         ranks = self._ranks
-        runner = ModelRunner(
+        runner = self._runner = ModelRunner(
             self.model,
             self.config,
             self._layers,
             self._sampler,
             packed=self._packed,
             flash=self._flash,
+            graphs=self._graphs,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )

@@ -21,6 +21,7 @@ from engine.attention.interface import (
 from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
+from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
 from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
@@ -42,10 +43,13 @@ class ModelRunner:
         *,
         packed: PackedWeights | None = None,
         flash: FlashKernels | None = None,
+        graphs: GraphMaker | None = None,
         is_driver: bool = True,
         all_agree: Callable[[bool], bool] = bool,
     ) -> None:
         """packed: what the model's linear layers compute with. flash: attention's kernels on a GPU; None takes others.
+
+        graphs: what captures steps, where the config says so.
 
         Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them.
         """
@@ -58,10 +62,28 @@ class ModelRunner:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._layers_in_use = packed.in_use if packed is not None else nullcontext
         self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
-        self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device, tokens_lead=flash is not None)
-        self._packer = (
-            None if flash is None else StepPacker(self._cache, flash, config.windows, config.max_blocks_per_request)
+        has_graphs = any(config.use_cuda_graph)
+        self._cache = KVCache(
+            layers,
+            config,
+            dtype=model.dtype,
+            device=model.device,
+            tokens_lead=flash is not None,
+            has_scratch=has_graphs,
         )
+        self._packer: StepPacker | None = None
+        self._graphs: StepGraphs | None = None
+        if flash is not None:
+            self._packer = StepPacker(self._cache, flash, config.windows, config.max_blocks_per_request)
+            if has_graphs and graphs is not None:
+                self._graphs = StepGraphs(graphs, self._packer, config, model=model, forward=self._logits)
+
+    def warm_up(self) -> None:
+        """Captures what a first step would otherwise have to. Not while a step runs."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._model.eval()
+                self._graphs.warm_up()
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
         """Makes the planned copies, computes a step and gives, by request id, the token of each row that samples.
@@ -106,23 +128,27 @@ class ModelRunner:
 
     def _forward(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
         with torch.inference_mode():
-            batch = self._batch(rows)
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
-            logits_LV = self._logits(batch)
+            batch, logits_LV = self._replay(rows) or self._launch(rows)
             if not self._is_driver or not batch.sampling_rows:
                 return {}
             return self._sampler.sample(batch.sampling_rows, logits_LV)
 
-    def _batch(self, rows: list[PlannedRow]) -> Batch:
+    def _replay(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor] | None:
+        return None if self._graphs is None else self._graphs.run(rows)
+
+    def _launch(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor]:
         if self._packer is not None:
-            return self._packer.build(rows, self._model.device)
-        in_place = self._kernel is not None
-        return build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
+            batch = self._packer.build(rows, self._model.device)
+        else:
+            in_place = self._kernel is not None
+            batch = build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
+        return batch, self._logits(batch)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
-        wanted_L = batch.last_tokens_L if batch.sampling_rows else torch.zeros_like(batch.input_ids_1T[0, :1])
+        wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
         with use_step(self._configs), self._layers_in_use():
             output = self._model(

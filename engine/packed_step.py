@@ -70,7 +70,7 @@ class StepPacker:
         num_tokens = sum(row.num_tokens for row in rows)
         ends = accumulate(row.num_tokens for row in rows)
         last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
-        positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
+        positions = [position for row in rows for position in range(row.start, row.end)]
         parts = [
             _padded([token for row in rows for token in row.token_ids], shape.num_tokens, 0),
             _padded(positions, shape.num_tokens, 0),
@@ -119,7 +119,7 @@ class StepPacker:
         self, rows: Sequence[PlannedRow], group: int, shape: StepShape, num_tokens: int
     ) -> Iterator[np.ndarray]:
         scratch = self.cache.scratch_block(group)
-        slots = np.concatenate([row_slots(row, group, self.cache.page_size) for row in rows])
+        slots = np.concatenate([np.empty(0, np.int64), *(row_slots(row, group, self.cache.page_size) for row in rows)])
         yield _padded(slots, shape.num_tokens, scratch * self.cache.page_size)
         num_decoding = min(len(rows), shape.num_decoding)
         keys = [self._num_keys(row, group) for row in rows]
@@ -197,7 +197,8 @@ def _padded(values: Sequence[int] | np.ndarray, size: int, filler: int) -> np.nd
 
 def _table(rows: Sequence[list[int]], width: int) -> np.ndarray:
     # Behind the blocks of a row stands its first one: any that exists does, none of it is read.
-    return np.array([blocks + blocks[:1] * (width - len(blocks)) for blocks in rows], dtype=np.int64)
+    padded = [blocks + blocks[:1] * (width - len(blocks)) for blocks in rows]
+    return np.array(padded, dtype=np.int64).reshape(len(rows), width)
 
 
 def _ends(lengths: Sequence[int], num_rows: int) -> np.ndarray:

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from engine.batch import max_read_tokens
 from engine.config import (
+    DEFAULT_KV_PADDING,
     DEFAULT_MAX_BATCH_TOKENS,
     DEFAULT_MAX_REQUESTS_PER_BATCH,
+    DEFAULT_Q_PADDING,
     ContinuousBatchingConfig,
     ResolvedConfig,
 )
@@ -39,12 +41,9 @@ STEP_SHARE = 0.25
 
 NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
     "use_async_batching": (None, False),
-    "use_cuda_graph": (None, False, (False, False)),
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "compile_level": (0,),
-    "q_padding_interval_size": (0,),
-    "kv_padding_interval_size": (0,),
 }
 """Parameters this version has no use for, with the values that do not ask for one."""
 
@@ -57,10 +56,12 @@ def resolve_config(
     *,
     free_bytes: int | None = None,
     no_flash: str | None = "no kernels were given",
+    no_graphs: str | None = "nothing was given that captures",
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
-    free_bytes: of the model's device; None looks. no_flash: why flash attention is not used, None where it is.
+    free_bytes: of the model's device; None looks. no_flash: why flash attention is not used, None where it is;
+    no_graphs likewise for CUDA graphs.
     """
     _refuse_unavailable(config)
     room = MemoryRoom(
@@ -73,6 +74,7 @@ def resolve_config(
     max_batch_tokens = config.max_batch_tokens or _batch_tokens_in(room, demand)
     demand = replace(demand, max_requests=min(demand.max_requests, max_batch_tokens))
     num_blocks = _num_blocks(config, room, demand, max_batch_tokens)
+    decode_blocks = _decode_blocks(config, hints or WorkloadHints(), longest=demand.longest, no_flash=no_flash)
     cache_bytes = demand.cache_bytes(num_blocks, max_batch_tokens)
     logger.info(
         "cache sized blocks=%d page_size=%d max_batch_tokens=%d cache_gib=%.3f step_gib=%.3f free_gib=%.3f share=%.2f",
@@ -94,9 +96,10 @@ def resolve_config(
         return_logprobs=config.return_logprobs,
         scheduler_type=config.scheduler_type,
         windows=demand.windows,
-        max_blocks_per_request=_decode_blocks(
-            config, hints or WorkloadHints(), longest=demand.longest, no_flash=no_flash
-        ),
+        max_blocks_per_request=decode_blocks,
+        use_cuda_graph=_graphs(config, decode_blocks=decode_blocks, no_graphs=no_flash or no_graphs),
+        q_padding_interval_size=config.q_padding_interval_size or DEFAULT_Q_PADDING,
+        kv_padding_interval_size=config.kv_padding_interval_size or DEFAULT_KV_PADDING,
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
         num_host_slots=_host_slots(
             config, sum(demand.block_bytes), taken_bytes=cache_bytes if model.device.type == "cpu" else 0
@@ -185,6 +188,30 @@ def _decode_blocks(
     hinted = hints.max_prompt_length + hints.max_generated_length
     # The reference's rule: one block to spare, and an even number.
     return 2 * -(-(-(-hinted // page_size) + 1) // 2) if hinted else -(-longest // page_size)
+
+
+def _graphs(config: ContinuousBatchingConfig, *, decode_blocks: int, no_graphs: str | None) -> tuple[bool, bool]:
+    """Gives whether steps of any rows, and of single tokens, are captured."""
+    wanted = config.use_cuda_graph
+    pair = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+    intervals = [name for name in ("q_padding_interval_size", "kv_padding_interval_size") if getattr(config, name) != 0]
+    asking = ["use_cuda_graph"] if any(pair) else intervals
+    if asking and no_graphs is not None:
+        name, value = asking[0], getattr(config, asking[0])
+        raise InvalidRequest(
+            f"{name}={value!r} asks for CUDA graphs, which are not used here: {no_graphs}; leave it at its default",
+            name,
+        )
+    if intervals and wanted is not None and not any(pair):
+        raise InvalidRequest(
+            f"{intervals[0]} pads the CUDA graphs that use_cuda_graph={wanted!r} declines", intervals[0]
+        )
+    if isinstance(wanted, tuple) and wanted[1] and decode_blocks == 0:
+        raise InvalidRequest(
+            f"use_cuda_graph={wanted!r} captures the decode way that max_blocks_per_request=0 closes", "use_cuda_graph"
+        )
+    packed, decode = (no_graphs is None if one is None else one for one in pair)
+    return packed, decode and decode_blocks > 0
 
 
 def _windows(layers: Sequence[LayerShape], model_len: int) -> tuple[int | None, ...]:
