@@ -11,7 +11,7 @@ from engine.active_request import ActiveRequest
 from engine.errors import DuplicateRequest, EngineDead, EngineStopped, QueueFull
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
-from engine.plan import SampledToken, StepPlan
+from engine.plan import StepHandle, StepPlan
 from engine.request import FinishReason, RequestStatus
 from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What the loop needs of the model: the tokens of a step, by request id."""
+    """What the loop needs of the model: steps run in the order of their launches."""
 
-    def run(self, plan: StepPlan) -> dict[str, SampledToken]: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
 
     def park(self) -> None: ...
 
@@ -258,7 +258,7 @@ class GenerationLoop:
         plan = self._scheduler.plan(self._budget.max_tokens(), started)
         assert plan.rows, "requests are active, but none can be scheduled"
         self._step_started = started
-        samples = self._runner.run(plan)
+        samples = self._runner.launch(plan).wait()
         self._step_started = None
         now = perf_counter()
         told = self._scheduler.commit(plan, samples, now)

@@ -25,7 +25,7 @@ from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
 from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
-from engine.plan import PlannedRow, SampledToken, StepPlan
+from engine.plan import FinishedStep, PlannedRow, SampledToken, StepHandle, StepPlan
 from engine.sampling import RowSampler
 
 logger = logging.getLogger(__name__)
@@ -85,15 +85,15 @@ class ModelRunner:
                 self._model.eval()
                 self._graphs.warm_up()
 
-    def run(self, plan: StepPlan) -> dict[str, SampledToken]:
-        """Makes the planned copies, computes a step and gives, by request id, the token of each row that samples.
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Makes the planned copies and computes a step; its handle has the token of each row that samples.
 
         A failure belongs to one request: when a batch fails, its rows are run one by one, and a row that fails alone
         gets an entry with an error. Raises EngineDead when the device itself is broken.
         """
         for group, copies in enumerate(plan.copies):
             self._cache.copy(group, copies)
-        return self._compute(plan.rows)
+        return FinishedStep(self._compute(plan.rows))
 
     def park(self) -> None:
         """Nothing is in flight between two steps, so there is nothing to wait for."""

@@ -1,6 +1,7 @@
 """A step as a message: what the scheduler asks of the runner, and what comes back."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy
@@ -51,3 +52,21 @@ class SampledToken:
     logprob: float | None = None
     error: str | None = None
     stops: bool = False
+
+
+class StepHandle(Protocol):
+    """A step that was launched. Handles are waited for in the order of their launches, each once."""
+
+    def wait(self) -> dict[str, SampledToken]:
+        """Gives, by request id, the token of each row that samples, once the step has run; raises EngineDead."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The handle of a step that had run when its launch returned."""
+
+    samples: dict[str, SampledToken]
+
+    def wait(self) -> dict[str, SampledToken]:
+        return self.samples
