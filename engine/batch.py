@@ -36,17 +36,26 @@ class Batch:
 
 
 def build_batch(
-    planned: Sequence[PlannedRow], cache: KVCache, windows: Sequence[int | None], device: torch.device
+    planned: Sequence[PlannedRow],
+    cache: KVCache,
+    windows: Sequence[int | None],
+    device: torch.device,
+    *,
+    reads_in_place: bool = False,
 ) -> Batch:
     """Packs single-token rows by length, then the prompt chunks, and clears chunks entered for the first time.
 
-    windows: how far back the layers of each block group look.
+    windows: how far back the layers of each block group look. reads_in_place: attention copies no keys, so rows of any
+    length share a group.
     """
     singles = sorted((row for row in planned if row.num_tokens == 1), key=attrgetter("end"))
     chunked = [row for row in planned if row.num_tokens > 1]
     rows = singles + chunked
     ends = list(accumulate(row.num_tokens for row in rows))
-    views = [_View(cache, group, window, device).build(singles, chunked, ends) for group, window in enumerate(windows)]
+    views = [
+        _View(cache, group, window, device, reads_in_place).build(singles, chunked, ends)
+        for group, window in enumerate(windows)
+    ]
     positions = [np.array([row.start for row in singles], dtype=np.int64)]
     positions += [np.arange(row.start, row.end) for row in chunked]
     return Batch(
@@ -80,6 +89,7 @@ class _View:
     group: int
     window: int | None
     device: torch.device
+    reads_in_place: bool
 
     def build(self, singles: list[PlannedRow], chunked: list[PlannedRow], ends: list[int]) -> LayerView:
         group, page, chunk = self.group, self.cache.page_size, self.cache.chunk_tokens
@@ -119,6 +129,9 @@ class _View:
 
     def _length_groups(self, num_chunks: list[int]) -> Iterator[tuple[int, int]]:
         """Cuts the rows, which are in order of length, into groups."""
+        if self.reads_in_place:
+            yield from [(0, len(num_chunks))] if num_chunks else []
+            return
         most = MAX_GROUP_TOKENS // self.cache.chunk_tokens
         start = 0
         for index, num in enumerate(num_chunks):

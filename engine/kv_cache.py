@@ -129,6 +129,10 @@ class KVCache:
         self._read_values, values_HTD = _gather(self._values_HNCD[layer], chunk_ids, self._read_values)
         return keys_HTD, values_HTD
 
+    def chunks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Gives all keys and values of a layer as H x N x C x D, in place."""
+        return self._keys_HNCD[layer], self._values_HNCD[layer]
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Gives all keys and values of a layer as B x P x H x D, in place; only where the tokens lead."""
         keys, values = (

@@ -21,11 +21,13 @@ from engine.errors import (
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.graphs import CudaGraphs, GraphMaker
+from engine.host_memory import free_host_bytes
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.outbox import Outbox
+from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, rank_group_of
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
@@ -79,6 +81,8 @@ class ContinuousBatchingManager:
         )
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
+        free_bytes = free_host_bytes()
+        self._packed = pack_weights(model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes)
         chosen = choose_flash(
             flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
         )
@@ -89,6 +93,7 @@ class ContinuousBatchingManager:
             model,
             self._layers,
             workload_hints,
+            free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
             no_flash=chosen if isinstance(chosen, str) else None,
             no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
         )
@@ -125,6 +130,7 @@ class ContinuousBatchingManager:
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
+            self._repack()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
@@ -336,11 +342,17 @@ class ContinuousBatchingManager:
         finally:
             try:
                 if weights_changed:
+                    self._repack()
                     self._change_version(None, in_flight="keep")
             finally:
                 self._leave_pause()
 
     paused = pause
+
+    def prepare_weights(self, staged: StagedWeights) -> None:
+        """Makes what depends on staged weights, beside generation; `commit_weights` does it where nobody has."""
+        if self._packed is not None:
+            self._packed.prepare(staged.pairs)
 
     def commit_weights(
         self,
@@ -360,16 +372,21 @@ class ContinuousBatchingManager:
                 f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}",
                 "in_flight",
             )
+        self.prepare_weights(staged)
         with self.pause(weights_changed=False):
             parked = perf_counter()
             self._check_version(version)
             # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
-            staged.commit(in_place=any(self.config.use_cuda_graph))
+            # Captured graphs hold the addresses of the weights.
+            in_place = any(self.config.use_cuda_graph)
+            staged.commit(in_place=in_place)
             try:
                 self._change_version(version, in_flight=in_flight)
             except BaseException:
                 staged.rollback()
                 raise
+            if self._packed is not None:
+                self._packed.refresh(all_of_them=in_place)
         return perf_counter() - parked
 
     # Numbers
@@ -391,6 +408,7 @@ class ContinuousBatchingManager:
             self.config,
             self._layers,
             self._sampler,
+            packed=self._packed,
             flash=self._flash,
             graphs=self._graphs,
             is_driver=self.is_driver,
@@ -409,6 +427,11 @@ class ContinuousBatchingManager:
                 target_step_s=self.config.target_step_s,
             ),
         )
+
+    def _repack(self) -> None:
+        """Values may have changed in place, which no address shows."""
+        if self._packed is not None:
+            self._packed.refresh(all_of_them=True)
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()

@@ -3,12 +3,14 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.attention.cpu import find_decode_kernel
 from engine.attention.flash import FlashKernels
 from engine.attention.interface import (
     STEP_ARGUMENT,
@@ -22,6 +24,7 @@ from engine.errors import EngineDead, UnsupportedModel
 from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
 from engine.packed_step import StepPacker
+from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.sampling import RowSampler
 
@@ -38,12 +41,14 @@ class ModelRunner:
         layers: Sequence[LayerShape],
         sampler: RowSampler | None = None,
         *,
+        packed: PackedWeights | None = None,
         flash: FlashKernels | None = None,
         graphs: GraphMaker | None = None,
         is_driver: bool = True,
         all_agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """flash: attention's kernels; None takes torch's own. graphs: what captures steps, where the config says so.
+        """packed: what the model's linear layers compute with. flash: attention's kernels on a GPU; None takes others.
+        graphs: what captures steps, where the config says so.
 
         Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them.
         """
@@ -54,6 +59,8 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._layers_in_use = packed.in_use if packed is not None else nullcontext
+        self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
             layers,
@@ -134,21 +141,22 @@ class ModelRunner:
         if self._packer is not None:
             batch = self._packer.build(rows, self._model.device)
         else:
-            batch = build_batch(rows, self._cache, self._config.windows, self._model.device)
+            in_place = self._kernel is not None
+            batch = build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
         return batch, self._logits(batch)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
         wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
-        with use_step(self._configs):
+        with use_step(self._configs), self._layers_in_use():
             output = self._model(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,
                 attention_mask=None,
                 use_cache=False,
                 **rows,
-                **{STEP_ARGUMENT: run_attention(batch.step)},
+                **{STEP_ARGUMENT: run_attention(batch.step, self._kernel)},
             )
         logits_LV: Tensor = output.logits[0]
         return logits_LV if self._takes_rows else logits_LV[wanted_L]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.attention import flash, sdpa
+from engine.attention.cpu import DecodeKernel
 from engine.attention.flash import FlashView
 from engine.attention.sdpa import LayerRules
 from engine.attention.step import AttentionStep, LayerView
@@ -60,8 +61,10 @@ def use_step(configs: list[Any]) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-def run_attention(step: AttentionStep[LayerView] | AttentionStep[FlashView]) -> StepFunction:
-    """Gives the step function that reads and writes the paged cache."""
+def run_attention(
+    step: AttentionStep[LayerView] | AttentionStep[FlashView], kernel: DecodeKernel | None = None
+) -> StepFunction:
+    """Gives the step function that reads and writes the paged cache; kernel: the CPU's, None takes torch's."""
 
     def call(
         module: nn.Module,
@@ -81,6 +84,8 @@ def run_attention(step: AttentionStep[LayerView] | AttentionStep[FlashView]) -> 
         view = step.view(layer_rules.layer)
         if isinstance(view, FlashView):
             return flash.attend(view, query_HGTD, key[0], value[0], layer_rules)
+        if kernel is not None:
+            return kernel.attend(view, query_HGTD, key[0], value[0], layer_rules)
         return sdpa.attend(view, query_HGTD, key[0], value[0], layer_rules)
 
     return call

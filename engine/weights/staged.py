@@ -32,6 +32,11 @@ class StagedWeights:
         self._state = _State.STAGED
         self._is_in_place = False
 
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of the model, each with the one that an exchange would give it."""
+        return list(self._pairs)
+
     def commit(self, *, in_place: bool = False) -> None:
         """Gives the model the new weights; the old ones are kept for `rollback`. On an error nothing has changed.
 
