@@ -34,6 +34,10 @@ class ContinuousBatchingConfig:
         the reference is for greedy requests alone, and here each request may sample.
     max_requests_per_batch: requests running at once; None takes the workload hints, else 1024.
     allow_block_sharing: reuse blocks of equal prefixes.
+    use_async_batching: plan a step while the one before it runs, and publish that one while the next runs; None does so
+        on a GPU. A pause then waits for two steps. A request that has processors (any field of `SamplingParams` that
+        acts on scores, beyond temperature, top_k and top_p) takes part in every other step, since they have to see the
+        token of the step before; the others go on. Refused where the model is cut over tensor parallel ranks.
     scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
     safety_margin: share of the blocks below which no further request is admitted; None is 0.15, prefill_first 0.
     cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes half of what is free.
@@ -112,6 +116,8 @@ class ResolvedConfig:
     seed: int
     return_logprobs: bool
     scheduler_type: Literal["fifo", "prefill_first", "priority", "fair"] = "fifo"
+    steps_in_flight: int = 1
+    """At most: with 2 a step is planned while the one before it runs."""
     windows: tuple[int | None, ...] = (None,)
     """What the layers of each block group can see, in tokens; None is everything."""
     blocks_of_group: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from engine.errors import (
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
-from engine.loop import GenerationLoop, StopMode
+from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
@@ -29,6 +29,7 @@ from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
 from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
+from engine.step_thread import StepThread
 from engine.submission import RequestFactory
 from engine.weights import StagedWeights
 
@@ -70,7 +71,7 @@ class ContinuousBatchingManager:
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
         self.config: ResolvedConfig = resolve_config(
-            self.continuous_batching_config, model, self._layers, workload_hints
+            self.continuous_batching_config, model, self._layers, workload_hints, is_cut=self._ranks is not None
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -218,6 +219,7 @@ class ContinuousBatchingManager:
         for member in (request, *request.children):
             self._stop_strings.prepare(member, tokenizer)
             member.streaming, member.record_timestamps = streaming, record_timestamps
+            member.needs_processors |= self._sampler.sees_tokens
         self._loop.submit(request, max_waiting=self.config.max_queue_size)
         return request.request_id
 
@@ -375,13 +377,19 @@ class ContinuousBatchingManager:
         scheduler.version = self._version
         return GenerationLoop(
             scheduler=scheduler,
-            runner=runner if ranks is None else DriverRunner(runner, ranks),
+            runner=self._in_its_place(runner),
             outbox=self._outbox,
             budget=StepBudget(
                 max_batch_tokens=self.config.max_batch_tokens,
                 target_step_s=self.config.target_step_s,
             ),
+            depth=self.config.steps_in_flight,
         )
+
+    def _in_its_place(self, runner: ModelRunner) -> Runner:
+        if self._ranks is not None:
+            return DriverRunner(runner, self._ranks)
+        return StepThread(runner) if self.config.steps_in_flight > 1 else runner
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()
