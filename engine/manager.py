@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.attention.choice import choose_flash
+from engine.attention.flash import FlashKernels, find_flash
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
     EngineStopped,
@@ -18,11 +20,14 @@ from engine.errors import (
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
+from engine.graphs import CudaGraphs, GraphMaker
+from engine.host_memory import free_host_bytes
 from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.outbox import Outbox
+from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, rank_group_of
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
@@ -53,7 +58,14 @@ class ContinuousBatchingManager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
+        *,
+        flash: FlashKernels | None = None,
+        graphs: GraphMaker | None = None,
     ) -> None:
+        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it.
+
+        graphs: what captures steps; None takes CUDA's on a GPU.
+        """
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
@@ -70,8 +82,22 @@ class ContinuousBatchingManager:
         )
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
+        free_bytes = free_host_bytes()
+        self._packed = pack_weights(model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes)
+        chosen = choose_flash(
+            flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
+        )
+        self._flash = None if isinstance(chosen, str) else chosen
+        self._graphs = graphs or (CudaGraphs(model.device) if model.device.type == "cuda" else None)
         self.config: ResolvedConfig = resolve_config(
-            self.continuous_batching_config, model, self._layers, workload_hints, is_cut=self._ranks is not None
+            self.continuous_batching_config,
+            model,
+            self._layers,
+            workload_hints,
+            free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
+            no_flash=chosen if isinstance(chosen, str) else None,
+            no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
+            is_cut=self._ranks is not None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -106,6 +132,7 @@ class ContinuousBatchingManager:
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
+            self._repack()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
@@ -161,7 +188,7 @@ class ContinuousBatchingManager:
     def switch_to_cb_friendly_attn(
         self,
         model: PreTrainedModel,
-        auto_switch_to_flash: bool = True,  # noqa: ARG002  # the engine's own attention has nothing to switch to
+        auto_switch_to_flash: bool = True,  # noqa: ARG002  # of the config it counts; a model has nothing to switch
     ) -> None:
         """Checks that the engine can stand in for the model's attention; nothing of the model is changed.
 
@@ -173,7 +200,12 @@ class ContinuousBatchingManager:
             raise ValueError(f"attention {implementation!r} is not one of {', '.join(KNOWN_ATTENTION)}")
 
     def warmup(self) -> None:
-        """Prepares what a first step would otherwise have to; there is nothing to capture without CUDA graphs."""
+        """Captures CUDA graphs, which the first steps would otherwise have to; nothing to do without them."""
+        if self.is_running():
+            with self.pause(weights_changed=False):
+                self._runner.warm_up()
+        else:
+            self._runner.warm_up()
 
     # Requests
 
@@ -313,11 +345,17 @@ class ContinuousBatchingManager:
         finally:
             try:
                 if weights_changed:
+                    self._repack()
                     self._change_version(None, in_flight="keep")
             finally:
                 self._leave_pause()
 
     paused = pause
+
+    def prepare_weights(self, staged: StagedWeights) -> None:
+        """Makes what depends on staged weights, beside generation; `commit_weights` does it where nobody has."""
+        if self._packed is not None:
+            self._packed.prepare(staged.pairs)
 
     def commit_weights(
         self,
@@ -337,16 +375,20 @@ class ContinuousBatchingManager:
                 f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}",
                 "in_flight",
             )
+        self.prepare_weights(staged)
         with self.pause(weights_changed=False):
             parked = perf_counter()
             self._check_version(version)
             # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
-            staged.commit()
+            in_place = any(self.config.use_cuda_graph)
+            staged.commit(in_place=in_place)
             try:
                 self._change_version(version, in_flight=in_flight)
             except BaseException:
                 staged.rollback()
                 raise
+            if self._packed is not None:
+                self._packed.refresh(all_of_them=in_place)
         return perf_counter() - parked
 
     # Numbers
@@ -363,11 +405,14 @@ class ContinuousBatchingManager:
 
     def _make_loop(self) -> GenerationLoop | FollowerLoop:
         ranks = self._ranks
-        runner = ModelRunner(
+        runner = self._runner = ModelRunner(
             self.model,
             self.config,
             self._layers,
             self._sampler,
+            packed=self._packed,
+            flash=self._flash,
+            graphs=self._graphs,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )
@@ -390,6 +435,11 @@ class ContinuousBatchingManager:
         if self._ranks is not None:
             return DriverRunner(runner, self._ranks)
         return StepThread(runner) if self.config.steps_in_flight > 1 else runner
+
+    def _repack(self) -> None:
+        """Values may have changed in place, which no address shows."""
+        if self._packed is not None:
+            self._packed.refresh(all_of_them=True)
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()

@@ -3,12 +3,15 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.attention.cpu import find_decode_kernel
+from engine.attention.flash import FlashKernels
 from engine.attention.interface import (
     STEP_ARGUMENT,
     attention_configs,
@@ -18,7 +21,10 @@ from engine.attention.interface import (
 from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
+from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
+from engine.packed_step import StepPacker
+from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, StepHandle, StepPlan
 from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler
 
@@ -35,10 +41,18 @@ class ModelRunner:
         layers: Sequence[LayerShape],
         sampler: RowSampler | None = None,
         *,
+        packed: PackedWeights | None = None,
+        flash: FlashKernels | None = None,
+        graphs: GraphMaker | None = None,
         is_driver: bool = True,
         all_agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them."""
+        """packed: what the model's linear layers compute with. flash: attention's kernels on a GPU; None takes others.
+
+        graphs: what captures steps, where the config says so.
+
+        Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them.
+        """
         self._model = model
         self._is_driver = is_driver
         self._all_agree = all_agree
@@ -46,8 +60,31 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device)
-        self._new_tokens: NewTokens | None = None
+        self._layers_in_use = packed.in_use if packed is not None else nullcontext
+        self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
+        has_graphs = any(config.use_cuda_graph)
+        self._cache = KVCache(
+            layers,
+            config,
+            dtype=model.dtype,
+            device=model.device,
+            tokens_lead=flash is not None,
+            has_scratch=has_graphs,
+        )
+        self._new_tokens = NewTokens(DrawnRows())
+        self._packer: StepPacker | None = None
+        self._graphs: StepGraphs | None = None
+        if flash is not None:
+            self._packer = StepPacker(self._cache, flash, config.windows, config.max_blocks_per_request)
+            if has_graphs and graphs is not None:
+                self._graphs = StepGraphs(graphs, self._packer, config, model=model, forward=self._logits)
+
+    def warm_up(self) -> None:
+        """Captures what a first step would otherwise have to. Not while a step runs."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._model.eval()
+                self._graphs.warm_up()
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Makes the planned copies and computes a step; its handle has the token of each row that samples.
@@ -96,28 +133,37 @@ class ModelRunner:
 
     def _forward(self, rows: list[PlannedRow]) -> DrawnRows:
         with torch.inference_mode():
-            batch = build_batch(rows, self._cache, self._config.windows, self._model.device)
-            if self._new_tokens is not None:
-                self._new_tokens.fill(batch.input_ids_1T, batch.rows)
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
-            logits_LV = self._logits(batch)
+            batch, logits_LV = self._replay(rows) or self._launch(rows)
             if not self._is_driver or not batch.sampling_rows:
                 return DrawnRows()
             return self._sampler.draw(batch.sampling_rows, logits_LV)
 
+    def _replay(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor] | None:
+        return None if self._graphs is None else self._graphs.run(rows, self._new_tokens.fill)
+
+    def _launch(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor]:
+        if self._packer is not None:
+            batch = self._packer.build(rows, self._model.device)
+        else:
+            in_place = self._kernel is not None
+            batch = build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
+        self._new_tokens.fill(batch.input_ids_1T, batch.rows)
+        return batch, self._logits(batch)
+
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
-        wanted_L = batch.last_tokens_L if batch.sampling_rows else torch.zeros_like(batch.input_ids_1T[0, :1])
+        wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
-        with use_step(self._configs):
+        with use_step(self._configs), self._layers_in_use():
             output = self._model(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,
                 attention_mask=None,
                 use_cache=False,
                 **rows,
-                **{STEP_ARGUMENT: run_attention(batch.step)},
+                **{STEP_ARGUMENT: run_attention(batch.step, self._kernel)},
             )
         logits_LV: Tensor = output.logits[0]
         return logits_LV if self._takes_rows else logits_LV[wanted_L]
@@ -152,6 +198,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             value_width=value.shape[3],
             num_query_groups=query.shape[1] // key.shape[1],
             window=rules["sliding_window"],
+            has_sinks=rules["s_aux"] is not None,
         )
         return query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
 

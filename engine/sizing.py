@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from engine.batch import max_read_tokens
 from engine.config import (
+    DEFAULT_KV_PADDING,
     DEFAULT_MAX_BATCH_TOKENS,
     DEFAULT_MAX_REQUESTS_PER_BATCH,
+    DEFAULT_Q_PADDING,
     ContinuousBatchingConfig,
     ResolvedConfig,
 )
@@ -38,13 +40,9 @@ STEP_SHARE = 0.25
 """Of the allowed memory, what the tensors of a step may take before a step gets fewer tokens."""
 
 NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
-    "use_cuda_graph": (None, False, (False, False)),
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "compile_level": (0,),
-    "q_padding_interval_size": (0,),
-    "kv_padding_interval_size": (0,),
-    "max_blocks_per_request": (None, 0),
 }
 """Parameters this version has no use for, with the values that do not ask for one."""
 
@@ -56,11 +54,14 @@ def resolve_config(
     hints: WorkloadHints | None = None,
     *,
     free_bytes: int | None = None,
+    no_flash: str | None = "no kernels were given",
+    no_graphs: str | None = "nothing was given that captures",
     is_cut: bool = False,
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
-    free_bytes: of the model's device; None looks. is_cut: the model is one of several tensor parallel ranks.
+    free_bytes: of the model's device; None looks. no_flash: why flash attention is not used, None where it is;
+    no_graphs likewise for CUDA graphs. is_cut: the model is one of several tensor parallel ranks.
     """
     _refuse_unavailable(config)
     steps_in_flight = _steps_in_flight(config, model.device, is_cut=is_cut)
@@ -74,6 +75,7 @@ def resolve_config(
     max_batch_tokens = config.max_batch_tokens or _batch_tokens_in(room, demand)
     demand = replace(demand, max_requests=min(demand.max_requests, max_batch_tokens))
     num_blocks = _num_blocks(config, room, demand, max_batch_tokens)
+    decode_blocks = _decode_blocks(config, hints or WorkloadHints(), longest=demand.longest, no_flash=no_flash)
     cache_bytes = demand.cache_bytes(num_blocks, max_batch_tokens)
     logger.info(
         "cache sized blocks=%d page_size=%d max_batch_tokens=%d cache_gib=%.3f step_gib=%.3f free_gib=%.3f share=%.2f",
@@ -97,6 +99,10 @@ def resolve_config(
         scheduler_type=config.scheduler_type,
         steps_in_flight=steps_in_flight,
         windows=demand.windows,
+        max_blocks_per_request=decode_blocks,
+        use_cuda_graph=_graphs(config, decode_blocks=decode_blocks, no_graphs=no_flash or no_graphs),
+        q_padding_interval_size=config.q_padding_interval_size or DEFAULT_Q_PADDING,
+        kv_padding_interval_size=config.kv_padding_interval_size or DEFAULT_KV_PADDING,
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
         num_host_slots=_host_slots(
             config, sum(demand.block_bytes), taken_bytes=cache_bytes if model.device.type == "cpu" else 0
@@ -176,6 +182,50 @@ def _num_blocks(config: ContinuousBatchingConfig, room: MemoryRoom, demand: Memo
             "num_blocks",
         )
     return num_blocks
+
+
+def _decode_blocks(
+    config: ContinuousBatchingConfig, hints: WorkloadHints, *, longest: int, no_flash: str | None
+) -> int:
+    """Gives the width of the decode kernel's block table."""
+    wanted, page_size = config.max_blocks_per_request, config.tokens_per_block
+    if no_flash is not None:
+        if wanted:
+            raise InvalidRequest(
+                f"max_blocks_per_request={wanted} shapes the decode way of flash attention, which is not used here:"
+                f" {no_flash}; leave it at None",
+                "max_blocks_per_request",
+            )
+        return 0
+    if wanted is not None:
+        return wanted
+    hinted = hints.max_prompt_length + hints.max_generated_length
+    # The reference's rule: one block to spare, and an even number.
+    return 2 * -(-(-(-hinted // page_size) + 1) // 2) if hinted else -(-longest // page_size)
+
+
+def _graphs(config: ContinuousBatchingConfig, *, decode_blocks: int, no_graphs: str | None) -> tuple[bool, bool]:
+    """Gives whether steps of any rows, and of single tokens, are captured."""
+    wanted = config.use_cuda_graph
+    pair = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+    intervals = [name for name in ("q_padding_interval_size", "kv_padding_interval_size") if getattr(config, name) != 0]
+    asking = ["use_cuda_graph"] if any(pair) else intervals
+    if asking and no_graphs is not None:
+        name, value = asking[0], getattr(config, asking[0])
+        raise InvalidRequest(
+            f"{name}={value!r} asks for CUDA graphs, which are not used here: {no_graphs}; leave it at its default",
+            name,
+        )
+    if intervals and wanted is not None and not any(pair):
+        raise InvalidRequest(
+            f"{intervals[0]} pads the CUDA graphs that use_cuda_graph={wanted!r} declines", intervals[0]
+        )
+    if isinstance(wanted, tuple) and wanted[1] and decode_blocks == 0:
+        raise InvalidRequest(
+            f"use_cuda_graph={wanted!r} captures the decode way that max_blocks_per_request=0 closes", "use_cuda_graph"
+        )
+    packed, decode = (no_graphs is None if one is None else one for one in pair)
+    return packed, decode and decode_blocks > 0
 
 
 def _windows(layers: Sequence[LayerShape], model_len: int) -> tuple[int | None, ...]:

@@ -44,7 +44,12 @@ TRIED_HERE = {
     "use_async_batching",
 }
 TRIED_ELSEWHERE = {
-    "auto_switch_to_flash": "test_surface: an argument of switch_to_cb_friendly_attn, which has nothing to switch",
+    "auto_switch_to_flash": "test_flash",
+    "pack_weights": "test_packed_weights",
+    "max_blocks_per_request": "test_flash",
+    "use_cuda_graph": "test_graphs",
+    "q_padding_interval_size": "test_graphs",
+    "kv_padding_interval_size": "test_graphs",
     "drop_unsupported_processors": "with the logits processors",
     "disable_nccl_graph_mixing": "with tensor parallelism",
     "cpu_group_timeout": "with tensor parallelism",
@@ -52,14 +57,9 @@ TRIED_ELSEWHERE = {
     "max_cached_graphs": "test_surface: a deprecated limit without a meaning",
 }
 REFUSED: list[dict[str, Any]] = [
-    {"use_cuda_graph": True},
-    {"use_cuda_graph": (True, False)},
-    {"q_padding_interval_size": 64},
-    {"kv_padding_interval_size": 1024},
     {"varlen_compile_config": object()},
     {"decode_compile_config": object()},
     {"default_compile_level": 1},
-    {"max_blocks_per_request": 4},
 ]
 
 

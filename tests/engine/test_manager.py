@@ -308,8 +308,9 @@ def test_weights_that_fail_to_commit_leave_the_old_ones_running(model: PreTraine
     with running(model) as manager:
         assert run_all(manager, [PROMPT], NUM_NEW) == [old]
         staged = stage_weights(model, str(new_weights))
-        held, spare = staged._pairs[-1]
-        staged._pairs[-1] = (held, spare.to_sparse())
+        index = next(index for index, (held, _) in enumerate(staged._pairs) if held.ndim == 1)
+        held, spare = staged._pairs[index]
+        staged._pairs[index] = (held, spare.to_sparse())
         with pytest.raises(RuntimeError, match="incompatible"):
             manager.commit_weights(staged)
         assert manager.weight_version == 1
