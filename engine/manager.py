@@ -22,7 +22,7 @@ from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.graphs import CudaGraphs, GraphMaker
 from engine.host_memory import free_host_bytes
-from engine.loop import GenerationLoop, StopMode
+from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
@@ -34,6 +34,7 @@ from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
 from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
+from engine.step_thread import StepThread
 from engine.submission import RequestFactory
 from engine.weights import StagedWeights
 
@@ -96,6 +97,7 @@ class ContinuousBatchingManager:
             free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
             no_flash=chosen if isinstance(chosen, str) else None,
             no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
+            is_cut=self._ranks is not None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -249,6 +251,7 @@ class ContinuousBatchingManager:
         for member in (request, *request.children):
             self._stop_strings.prepare(member, tokenizer)
             member.streaming, member.record_timestamps = streaming, record_timestamps
+            member.needs_processors |= self._sampler.sees_tokens
         self._loop.submit(request, max_waiting=self.config.max_queue_size)
         return request.request_id
 
@@ -420,13 +423,19 @@ class ContinuousBatchingManager:
         scheduler.version = self._version
         return GenerationLoop(
             scheduler=scheduler,
-            runner=runner if ranks is None else DriverRunner(runner, ranks),
+            runner=self._in_its_place(runner),
             outbox=self._outbox,
             budget=StepBudget(
                 max_batch_tokens=self.config.max_batch_tokens,
                 target_step_s=self.config.target_step_s,
             ),
+            depth=self.config.steps_in_flight,
         )
+
+    def _in_its_place(self, runner: ModelRunner) -> Runner:
+        if self._ranks is not None:
+            return DriverRunner(runner, self._ranks)
+        return StepThread(runner) if self.config.steps_in_flight > 1 else runner
 
     def _repack(self) -> None:
         """Values may have changed in place, which no address shows."""
