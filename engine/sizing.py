@@ -57,14 +57,17 @@ def resolve_config(
     hints: WorkloadHints | None = None,
     *,
     free_bytes: int | None = None,
+    num_sharers: int = 1,
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
-    free_bytes: of the model's device; None looks.
+    free_bytes: of the model's device; None looks. num_sharers: processes that divide this machine's memory evenly, as
+    tensor parallel ranks do.
     """
     _refuse_unavailable(config)
+    num_on_device = num_sharers if model.device.type == "cpu" else 1
     room = MemoryRoom(
-        free_bytes=_free_bytes(model.device) if free_bytes is None else free_bytes,
+        free_bytes=_free_bytes(model.device) // num_on_device if free_bytes is None else free_bytes,
         share=config.max_memory_percent or DEFAULT_MEMORY_SHARES.get(model.device.type, DEFAULT_MEMORY_SHARES["cpu"]),
     )
     shape = describe(model)
@@ -96,7 +99,9 @@ def resolve_config(
         windows=demand.windows,
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
         num_host_slots=_host_slots(
-            config, sum(demand.block_bytes), taken_bytes=cache_bytes if model.device.type == "cpu" else 0
+            config,
+            sum(demand.block_bytes) * num_sharers,
+            taken_bytes=cache_bytes * num_sharers if model.device.type == "cpu" else 0,
         ),
     )
 
