@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.attention.flash import FlashView
 from engine.attention.step import AttentionStep, DecodeGroup, LayerView, PromptChunk
 from engine.kv_cache import KVCache
 from engine.plan import PlannedRow
@@ -31,21 +32,30 @@ class Batch:
     sampling_rows: list[PlannedRow]
     last_tokens_L: Tensor
     """Where in T the logits of each sampling row are."""
-    step: AttentionStep
+    step: AttentionStep[LayerView] | AttentionStep[FlashView]
 
 
 def build_batch(
-    planned: Sequence[PlannedRow], cache: KVCache, windows: Sequence[int | None], device: torch.device
+    planned: Sequence[PlannedRow],
+    cache: KVCache,
+    windows: Sequence[int | None],
+    device: torch.device,
+    *,
+    reads_in_place: bool = False,
 ) -> Batch:
     """Packs single-token rows by length, then the prompt chunks, and clears chunks entered for the first time.
 
-    windows: how far back the layers of each block group look.
+    windows: how far back the layers of each block group look. reads_in_place: attention copies no keys, so rows of any
+    length share a group.
     """
     singles = sorted((row for row in planned if row.num_tokens == 1), key=attrgetter("end"))
     chunked = [row for row in planned if row.num_tokens > 1]
     rows = singles + chunked
     ends = list(accumulate(row.num_tokens for row in rows))
-    views = [_View(cache, group, window, device).build(singles, chunked, ends) for group, window in enumerate(windows)]
+    views = [
+        _View(cache, group, window, device, reads_in_place).build(singles, chunked, ends)
+        for group, window in enumerate(windows)
+    ]
     positions = [np.array([row.start for row in singles], dtype=np.int64)]
     positions += [np.arange(row.start, row.end) for row in chunked]
     return Batch(
@@ -56,6 +66,14 @@ def build_batch(
         last_tokens_L=_to_device([end - 1 for row, end in zip(rows, ends, strict=True) if row.samples], device),
         step=AttentionStep(views=views, group_of_layer=cache.group_of_layer),
     )
+
+
+def row_slots(row: PlannedRow, group: int, page_size: int) -> np.ndarray:
+    """Gives where in the cache of a block group the tokens of a row go."""
+    positions = np.arange(row.start, row.end)
+    table = np.asarray(row.block_tables[group], dtype=np.int64)
+    slots: np.ndarray = table[positions // page_size] * page_size + positions % page_size
+    return slots
 
 
 def max_read_tokens(longest: int, max_requests: int) -> int:
@@ -71,6 +89,7 @@ class _View:
     group: int
     window: int | None
     device: torch.device
+    reads_in_place: bool
 
     def build(self, singles: list[PlannedRow], chunked: list[PlannedRow], ends: list[int]) -> LayerView:
         group, page, chunk = self.group, self.cache.page_size, self.cache.chunk_tokens
@@ -80,7 +99,7 @@ class _View:
         fresh += [entered for row in chunked for entered in self._fresh_chunk(row)]
         if fresh:
             self.cache.clear(group, _to_device(fresh, self.device))
-        all_slots = [np.array(slots, dtype=np.int64), *(self._slots(row) for row in chunked)]
+        all_slots = [np.array(slots, dtype=np.int64), *(row_slots(row, group, page) for row in chunked)]
         return LayerView(
             cache=self.cache,
             window=self.window,
@@ -110,6 +129,9 @@ class _View:
 
     def _length_groups(self, num_chunks: list[int]) -> Iterator[tuple[int, int]]:
         """Cuts the rows, which are in order of length, into groups."""
+        if self.reads_in_place:
+            yield from [(0, len(num_chunks))] if num_chunks else []
+            return
         most = MAX_GROUP_TOKENS // self.cache.chunk_tokens
         start = 0
         for index, num in enumerate(num_chunks):
@@ -155,12 +177,6 @@ class _View:
         table = np.array(row.block_tables[self.group], dtype=np.int64)
         ids = (table[:, None] * per_block + np.arange(per_block)).reshape(-1)
         return ids[first : -(-row.end // self.cache.chunk_tokens)]
-
-    def _slots(self, row: PlannedRow) -> np.ndarray:
-        positions, page = np.arange(row.start, row.end), self.cache.page_size
-        table = np.asarray(row.block_tables[self.group], dtype=np.int64)
-        slots: np.ndarray = table[positions // page] * page + positions % page
-        return slots
 
     def _fresh_chunk(self, row: PlannedRow) -> list[int]:
         """The chunk that this row enters and does not fill: what stands behind its tokens is somebody else's."""

@@ -33,17 +33,23 @@ class ContinuousBatchingConfig:
     max_memory_percent: share of free memory that the cache and a step may take; None is 0.8, on a CPU 0.6. The 0.9 of
         the reference is for greedy requests alone, and here each request may sample.
     max_requests_per_batch: requests running at once; None takes the workload hints, else 1024.
+    max_blocks_per_request: blocks of the longest request that takes the decode kernel of flash attention, which is
+        faster for single tokens; longer ones take the general one. 0 closes the decode way; None is what the workload
+        hints or the model's length come to.
     allow_block_sharing: reuse blocks of equal prefixes.
     scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
     safety_margin: share of the blocks below which no further request is admitted; None is 0.15, prefill_first 0.
     cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes half of what is free.
     cpu_offload_space_safety_threshold: share of the machine's memory that the host tier never exceeds.
+    auto_switch_to_flash: on CUDA compute attention with flash-attn where it is installed and can compute the model.
     return_logprobs: log-probabilities for every request that does not say otherwise.
     seed: derives the seed of requests that bring none; None draws it at random.
     max_queue_size: requests that may wait; 0 is unlimited.
     per_request_processors: accept sampling keywords in `add_request(**logit_processor_kwargs)`.
     drop_unsupported_processors: generate without the processors that a model's class adds and that are not of
         transformers, with a warning that names them; False refuses such a model.
+    pack_weights: (ours) on a CPU in float32, keep a second copy of the linear weights in the layout oneDNN multiplies
+        few rows with fastest; None does where the copies take at most a quarter of free memory.
     """
 
     page_size: int = Field(default=256, ge=4)
@@ -75,6 +81,7 @@ class ContinuousBatchingConfig:
     use_default_compile_configs: bool | None = None
     max_cached_graphs: int | None = None
     block_size: int | None = Field(default=None, ge=4)
+    pack_weights: bool | None = None
 
     @model_validator(mode="after")
     def _warn_of_deprecated(self) -> Self:
@@ -116,6 +123,8 @@ class ResolvedConfig:
     """What the layers of each block group can see, in tokens; None is everything."""
     blocks_of_group: tuple[int, ...] = ()
     """Blocks in the pool of each group; () gives `num_blocks` to each."""
+    max_blocks_per_request: int = 0
+    """Blocks up to which a request takes flash attention's decode kernel."""
     num_host_slots: int = 0
     """Blocks of each group that the host tier holds."""
 

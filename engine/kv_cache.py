@@ -1,8 +1,10 @@
 """Keys and values of every block, layer by layer.
 
-Shapes: H kv heads, T tokens of a step, N chunks of the cache, C tokens a chunk, D width of a key or value.
-A block is page_size / C chunks. Reads copy whole chunks, so a short request in a large page costs little, and a chunk
-is long enough to be copied at memory speed.
+Shapes: H kv heads, T tokens of a step, N chunks of the cache, C tokens a chunk, D width of a key or value, B blocks,
+P tokens a block. A block is page_size / C chunks. Reads copy whole chunks, so a short request in a large page costs
+little, and a chunk is long enough to be copied at memory speed.
+In memory either the heads lead, so that a gather copies long runs, or the tokens do, as flash attention reads blocks
+in place; the tensors are H x N x C x D to the eye in both.
 """
 
 from collections.abc import Sequence
@@ -21,13 +23,14 @@ CHUNK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer stores per token, how many query heads share a kv head, and how far back it looks."""
+    """What one attention layer stores per token, how many query heads share a kv head, and how it looks back."""
 
     num_kv_heads: int
     key_width: int
     value_width: int
     num_query_groups: int
     window: int | None = None
+    has_sinks: bool = False
 
     @property
     def values_per_token(self) -> int:
@@ -41,12 +44,21 @@ class KVCache:
     """
 
     def __init__(
-        self, layers: Sequence[LayerShape], config: ResolvedConfig, *, dtype: torch.dtype, device: torch.device
+        self,
+        layers: Sequence[LayerShape],
+        config: ResolvedConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens_lead: bool = False,
     ) -> None:
+        """tokens_lead: keep the heads of a token together, for a backend that asks for `pages`."""
         self.page_size = config.page_size
         self.chunk_tokens = gcd(config.page_size, CHUNK_TOKENS)
         self.chunks_per_block = config.page_size // self.chunk_tokens
         self.group_of_layer = [config.group_of(layer.window) for layer in layers]
+        self._tokens_lead = tokens_lead
+        self._pool_sizes = config.pool_sizes
         blocks = [config.pool_sizes[group] for group in self.group_of_layer]
 
         def room(
@@ -54,10 +66,10 @@ class KVCache:
         ) -> list[Tensor]:
             # Not zeroed: memory that no request has used yet is then not touched either.
             return [
-                torch.empty(
-                    *(num_heads, count * self.chunks_per_block, self.chunk_tokens, width),
+                self._empty(
+                    (num_heads, count * self.chunks_per_block, self.chunk_tokens, width),
                     dtype=dtype,
-                    device="cpu" if on_host else device,
+                    device=torch.device("cpu") if on_host else device,
                     pin_memory=on_host and device.type == "cuda",
                 )
                 for (num_heads, width), count in zip(shapes, num_blocks, strict=True)
@@ -109,6 +121,30 @@ class KVCache:
         self._read_keys, keys_HTD = _gather(self._keys_HNCD[layer], chunk_ids, self._read_keys)
         self._read_values, values_HTD = _gather(self._values_HNCD[layer], chunk_ids, self._read_values)
         return keys_HTD, values_HTD
+
+    def chunks(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Gives all keys and values of a layer as H x N x C x D, in place."""
+        return self._keys_HNCD[layer], self._values_HNCD[layer]
+    def pages(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Gives all keys and values of a layer as B x P x H x D, in place; only where the tokens lead."""
+        keys, values = (
+            store.permute(1, 2, 0, 3).view(-1, self.page_size, store.shape[0], store.shape[-1])
+            for store in (self._keys_HNCD[layer], self._values_HNCD[layer])
+        )
+        return keys, values
+
+    def scratch_block(self, group: int) -> int:
+        """Gives the block behind those of a group's pool."""
+        return self._pool_sizes[group]
+
+    def _empty(
+        self, shape_HNCD: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device, pin_memory: bool
+    ) -> Tensor:
+        if not self._tokens_lead:
+            return torch.empty(shape_HNCD, dtype=dtype, device=device, pin_memory=pin_memory)
+        heads, *chunks, width = shape_HNCD
+        store_NCHD = torch.empty(*chunks, heads, width, dtype=dtype, device=device, pin_memory=pin_memory)
+        return store_NCHD.permute(2, 0, 1, 3)
 
     def _block(self, store_HNCD: Tensor, block: int) -> Tensor:
         return store_HNCD.narrow(1, block * self.chunks_per_block, self.chunks_per_block)

@@ -11,6 +11,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from engine.attention.choice import choose_flash
+from engine.attention.flash import FlashKernels, find_flash
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
     EngineStopped,
@@ -19,11 +21,13 @@ from engine.errors import (
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
+from engine.host_memory import free_host_bytes
 from engine.loop import GenerationLoop, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.outbox import Outbox
+from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, rank_group_of
 from engine.rank_weights import RankWeights, stage_on_ranks
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
@@ -54,7 +58,10 @@ class ContinuousBatchingManager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
+        *,
+        flash: FlashKernels | None = None,
     ) -> None:
+        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it."""
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
@@ -72,12 +79,22 @@ class ContinuousBatchingManager:
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
         self._rank_weights = RankWeights(model, self._ranks) if self._ranks is not None else None
+        free_bytes = free_host_bytes()
+        self._packed = pack_weights(
+            model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes
+        )
+        chosen = choose_flash(
+            flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
+        )
+        self._flash = None if isinstance(chosen, str) else chosen
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config,
             model,
             self._layers,
             workload_hints,
             num_sharers=self._ranks.num_on_machine if self._ranks is not None else 1,
+            free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
+            no_flash=chosen if isinstance(chosen, str) else None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -113,6 +130,7 @@ class ContinuousBatchingManager:
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
+            self._repack()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
@@ -168,7 +186,7 @@ class ContinuousBatchingManager:
     def switch_to_cb_friendly_attn(
         self,
         model: PreTrainedModel,
-        auto_switch_to_flash: bool = True,  # noqa: ARG002  # the engine's own attention has nothing to switch to
+        auto_switch_to_flash: bool = True,  # noqa: ARG002  # of the config it counts; a model has nothing to switch
     ) -> None:
         """Checks that the engine can stand in for the model's attention; nothing of the model is changed.
 
@@ -320,6 +338,7 @@ class ContinuousBatchingManager:
         finally:
             try:
                 if weights_changed:
+                    self._repack()
                     self._change_version(None, in_flight="keep")
             finally:
                 self._leave_pause()
@@ -340,6 +359,11 @@ class ContinuousBatchingManager:
             raise EngineStopped("the manager does not run, so the other ranks hear nothing; start() it first")
         return stage_on_ranks(self.model, path, self._ranks, cast=cast)
 
+    def prepare_weights(self, staged: StagedWeights) -> None:
+        """Makes what depends on staged weights, beside generation; `commit_weights` does it where nobody has."""
+        if self._packed is not None:
+            self._packed.prepare(staged.pairs)
+
     def commit_weights(
         self,
         staged: StagedWeights,
@@ -358,6 +382,7 @@ class ContinuousBatchingManager:
                 f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}",
                 "in_flight",
             )
+        self.prepare_weights(staged)
         self._enter_pause()
         try:
             parked = perf_counter()
@@ -369,6 +394,8 @@ class ContinuousBatchingManager:
             except BaseException:
                 staged.rollback()
                 raise
+            if self._packed is not None:
+                self._packed.refresh()
         finally:
             self._leave_pause()
         return perf_counter() - parked
@@ -392,6 +419,8 @@ class ContinuousBatchingManager:
             self.config,
             self._layers,
             self._sampler,
+            packed=self._packed,
+            flash=self._flash,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )
@@ -409,6 +438,11 @@ class ContinuousBatchingManager:
                 target_step_s=self.config.target_step_s,
             ),
         )
+
+    def _repack(self) -> None:
+        """Values may have changed in place, which no address shows."""
+        if self._packed is not None:
+            self._packed.refresh(all_of_them=True)
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()

@@ -3,12 +3,15 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine.attention.cpu import find_decode_kernel
+from engine.attention.flash import FlashKernels
 from engine.attention.interface import (
     STEP_ARGUMENT,
     attention_configs,
@@ -19,6 +22,8 @@ from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
 from engine.kv_cache import KVCache, LayerShape
+from engine.packed_weights import PackedWeights
+from engine.packed_step import StepPacker
 from engine.plan import PlannedRow, SampledToken, StepPlan
 from engine.sampling import RowSampler
 
@@ -35,10 +40,15 @@ class ModelRunner:
         layers: Sequence[LayerShape],
         sampler: RowSampler | None = None,
         *,
+        packed: PackedWeights | None = None,
+        flash: FlashKernels | None = None,
         is_driver: bool = True,
         all_agree: Callable[[bool], bool] = bool,
     ) -> None:
-        """Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them."""
+        """packed: what the model's linear layers compute with. flash: attention's kernels on a GPU; None takes others.
+
+        Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them.
+        """
         self._model = model
         self._is_driver = is_driver
         self._all_agree = all_agree
@@ -46,7 +56,12 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device)
+        self._layers_in_use = packed.in_use if packed is not None else nullcontext
+        self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
+        self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device, tokens_lead=flash is not None)
+        self._packer = (
+            None if flash is None else StepPacker(self._cache, flash, config.windows, config.max_blocks_per_request)
+        )
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
         """Makes the planned copies, computes a step and gives, by request id, the token of each row that samples.
@@ -91,7 +106,7 @@ class ModelRunner:
 
     def _forward(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
         with torch.inference_mode():
-            batch = build_batch(rows, self._cache, self._config.windows, self._model.device)
+            batch = self._batch(rows)
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
             logits_LV = self._logits(batch)
@@ -99,18 +114,24 @@ class ModelRunner:
                 return {}
             return self._sampler.sample(batch.sampling_rows, logits_LV)
 
+    def _batch(self, rows: list[PlannedRow]) -> Batch:
+        if self._packer is not None:
+            return self._packer.build(rows, self._model.device)
+        in_place = self._kernel is not None
+        return build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
+
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
         wanted_L = batch.last_tokens_L if batch.sampling_rows else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
-        with use_step(self._configs):
+        with use_step(self._configs), self._layers_in_use():
             output = self._model(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,
                 attention_mask=None,
                 use_cache=False,
                 **rows,
-                **{STEP_ARGUMENT: run_attention(batch.step)},
+                **{STEP_ARGUMENT: run_attention(batch.step, self._kernel)},
             )
         logits_LV: Tensor = output.logits[0]
         return logits_LV if self._takes_rows else logits_LV[wanted_L]
@@ -145,6 +166,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             value_width=value.shape[3],
             num_query_groups=query.shape[1] // key.shape[1],
             window=rules["sliding_window"],
+            has_sinks=rules["s_aux"] is not None,
         )
         return query.new_zeros(query.shape[2], query.shape[1], value.shape[3])
 

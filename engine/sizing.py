@@ -45,7 +45,6 @@ NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
     "compile_level": (0,),
     "q_padding_interval_size": (0,),
     "kv_padding_interval_size": (0,),
-    "max_blocks_per_request": (None, 0),
 }
 """Parameters this version has no use for, with the values that do not ask for one."""
 
@@ -58,11 +57,12 @@ def resolve_config(
     *,
     free_bytes: int | None = None,
     num_sharers: int = 1,
+    no_flash: str | None = "no kernels were given",
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
     free_bytes: of the model's device; None looks. num_sharers: processes that divide this machine's memory evenly, as
-    tensor parallel ranks do.
+    tensor parallel ranks do. no_flash: why flash attention is not used, None where it is.
     """
     _refuse_unavailable(config)
     num_on_device = num_sharers if model.device.type == "cpu" else 1
@@ -97,6 +97,9 @@ def resolve_config(
         return_logprobs=config.return_logprobs,
         scheduler_type=config.scheduler_type,
         windows=demand.windows,
+        max_blocks_per_request=_decode_blocks(
+            config, hints or WorkloadHints(), longest=demand.longest, no_flash=no_flash
+        ),
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
         num_host_slots=_host_slots(
             config,
@@ -167,6 +170,26 @@ def _num_blocks(config: ContinuousBatchingConfig, room: MemoryRoom, demand: Memo
             "num_blocks",
         )
     return num_blocks
+
+
+def _decode_blocks(
+    config: ContinuousBatchingConfig, hints: WorkloadHints, *, longest: int, no_flash: str | None
+) -> int:
+    """Gives the width of the decode kernel's block table."""
+    wanted, page_size = config.max_blocks_per_request, config.tokens_per_block
+    if no_flash is not None:
+        if wanted:
+            raise InvalidRequest(
+                f"max_blocks_per_request={wanted} shapes the decode way of flash attention, which is not used here:"
+                f" {no_flash}; leave it at None",
+                "max_blocks_per_request",
+            )
+        return 0
+    if wanted is not None:
+        return wanted
+    hinted = hints.max_prompt_length + hints.max_generated_length
+    # The reference's rule: one block to spare, and an even number.
+    return 2 * -(-(-(-hinted // page_size) + 1) // 2) if hinted else -(-longest // page_size)
 
 
 def _windows(layers: Sequence[LayerShape], model_len: int) -> tuple[int | None, ...]:

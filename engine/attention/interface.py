@@ -11,8 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from engine.attention.sdpa import LayerRules, attend
-from engine.attention.step import AttentionStep
+from engine.attention import flash, sdpa
+from engine.attention.cpu import DecodeKernel
+from engine.attention.flash import FlashView
+from engine.attention.sdpa import LayerRules
+from engine.attention.step import AttentionStep, LayerView
 from engine.errors import UnsupportedModel
 
 IMPLEMENTATION = "pitstop"
@@ -58,8 +61,10 @@ def use_step(configs: list[Any]) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-def run_attention(step: AttentionStep) -> StepFunction:
-    """Gives the step function that reads and writes the paged cache."""
+def run_attention(
+    step: AttentionStep[LayerView] | AttentionStep[FlashView], kernel: DecodeKernel | None = None
+) -> StepFunction:
+    """Gives the step function that reads and writes the paged cache; kernel: the CPU's, None takes torch's."""
 
     def call(
         module: nn.Module,
@@ -76,7 +81,12 @@ def run_attention(step: AttentionStep) -> StepFunction:
             softcap=rules["softcap"],
             sinks=rules["s_aux"],
         )
-        return attend(step.view(layer_rules.layer), query_HGTD, key[0], value[0], layer_rules)
+        view = step.view(layer_rules.layer)
+        if isinstance(view, FlashView):
+            return flash.attend(view, query_HGTD, key[0], value[0], layer_rules)
+        if kernel is not None:
+            return kernel.attend(view, query_HGTD, key[0], value[0], layer_rules)
+        return sdpa.attend(view, query_HGTD, key[0], value[0], layer_rules)
 
     return call
 

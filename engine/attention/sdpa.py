@@ -32,36 +32,45 @@ def attend(
 ) -> Tensor:
     """Stores the new keys and values and gives the attention output as T x (H * G) x D."""
     view.cache.write(rules.layer, key_HTD, value_HTD, view.slots_T)
-    num_heads, num_groups, num_tokens, _ = query_HGTD.shape
-    out_THGD = query_HGTD.new_empty(num_tokens, num_heads, num_groups, value_HTD.shape[-1])
+    out_THGD = room_for_output(query_HGTD, value_HTD)
     for index, group in enumerate(view.groups):
         query_HRGD = query_HGTD[:, :, group.start : group.end].transpose(1, 2)
         out_HRGD = _attend_group(view, index, query_HRGD, rules)
         out_THGD[group.start : group.end] = out_HRGD.transpose(0, 1)
+    attend_prompts(view, query_HGTD, (key_HTD, value_HTD), rules, out_THGD)
+    return out_THGD.flatten(1, 2)
+
+
+def room_for_output(query_HGTD: Tensor, value_HTD: Tensor) -> Tensor:
+    """Gives T x H x G x D, not filled."""
+    num_heads, num_groups, num_tokens, _ = query_HGTD.shape
+    return query_HGTD.new_empty(num_tokens, num_heads, num_groups, value_HTD.shape[-1])
+
+
+def attend_prompts(
+    view: LayerView, query_HGTD: Tensor, new_HTD: tuple[Tensor, Tensor], rules: LayerRules, out_THGD: Tensor
+) -> None:
+    """Writes the attention of the prompt chunks; new_HTD are the keys and values of the step, stored already."""
+    num_heads, num_groups = query_HGTD.shape[:2]
+    sinks = None if rules.sinks is None else rules.sinks.view(num_heads, num_groups, 1, 1)
     for index, chunk in enumerate(view.chunks):
         rows = slice(chunk.start, chunk.end)
         if chunk.chunk_ids is None:
-            seen_key_HSD, seen_value_HSD = key_HTD[:, rows], value_HTD[:, rows]
+            seen_key_HSD, seen_value_HSD = (new[:, rows] for new in new_HTD)
         else:
-            read_key_HSD, read_value_HSD = view.cache.read(rules.layer, chunk.chunk_ids)
-            seen_key_HSD, seen_value_HSD = (
-                read_key_HSD[:, : chunk.num_keys],
-                read_value_HSD[:, : chunk.num_keys],
-            )
-        mask_QS = view.chunk_mask(index, dtype=query_HGTD.dtype)
-        sinks = None if rules.sinks is None else rules.sinks.view(num_heads, num_groups, 1, 1)
+            read_HTD = view.cache.read(rules.layer, chunk.chunk_ids)
+            seen_key_HSD, seen_value_HSD = (read[:, : chunk.num_keys] for read in read_HTD)
         out_HGQD = _weigh(
             query_HGTD[:, :, rows],
             (
                 _share_heads(seen_key_HSD, num_groups),
                 _share_heads(seen_value_HSD, num_groups),
             ),
-            mask_QS,
+            view.chunk_mask(index, dtype=query_HGTD.dtype),
             rules,
             sinks,
         )
         out_THGD[rows] = out_HGQD.permute(2, 0, 1, 3)
-    return out_THGD.flatten(1, 2)
 
 
 def _attend_group(view: LayerView, index: int, query_HRGD: Tensor, rules: LayerRules) -> Tensor:

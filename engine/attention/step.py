@@ -6,11 +6,15 @@ far back share a `LayerView`.
 """
 
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from engine.kv_cache import KVCache
+
+ViewT = TypeVar("ViewT")
+"""What a backend wants to know of a step: `LayerView` or one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +92,13 @@ class LayerView:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionStep:
+class AttentionStep(Generic[ViewT]):
     """Lives for one forward pass: the views by block group, and the group of each layer."""
 
-    views: list[LayerView]
+    views: list[ViewT]
     group_of_layer: list[int]
 
-    def view(self, layer: int) -> LayerView:
+    def view(self, layer: int) -> ViewT:
         return self.views[self.group_of_layer[layer]]
 
 

@@ -29,6 +29,11 @@ class StagedWeights:
         self.size_bytes = sum(spare.numel() * spare.element_size() for spare in distinct)
         self._state = _State.STAGED
 
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The tensors of the model, each with the one that an exchange would give it."""
+        return list(self._pairs)
+
     def commit(self) -> None:
         """Gives the model the new weights; the old ones are kept for `rollback`. On an error nothing has changed."""
         if self._state is not _State.STAGED:

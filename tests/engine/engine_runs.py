@@ -23,10 +23,18 @@ def small_config(**overrides: Any) -> ContinuousBatchingConfig:
 
 @contextmanager
 def running(
-    model: PreTrainedModel, *, generation_config: GenerationConfig | None = None, **overrides: Any
+    model: PreTrainedModel,
+    *,
+    generation_config: GenerationConfig | None = None,
+    tools: dict[str, Any] | None = None,
+    **overrides: Any,
 ) -> Iterator[ContinuousBatchingManager]:
-    """Runs a manager and proves on leaving that nothing is left in it."""
-    manager = make_manager(model, generation_config, small_config(**overrides))
+    """Runs a manager and proves on leaving that nothing is left in it. tools: what stands in for a GPU's."""
+    config = small_config(**overrides)
+    if tools:
+        manager = ContinuousBatchingManager(model, generation_config, config, **tools)
+    else:
+        manager = make_manager(model, generation_config, config)
     manager.start()
     try:
         yield manager

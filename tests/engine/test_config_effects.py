@@ -32,7 +32,8 @@ TRIED_HERE = {
     *("cpu_offload_space_safety_threshold", "max_queue_size", "per_request_processors", "block_size"),
 }
 TRIED_ELSEWHERE = {
-    "auto_switch_to_flash": "test_surface: an argument of switch_to_cb_friendly_attn, which has nothing to switch",
+    "auto_switch_to_flash": "test_flash",
+    "max_blocks_per_request": "test_flash",
     "drop_unsupported_processors": "with the logits processors",
     "disable_nccl_graph_mixing": "with tensor parallelism",
     "cpu_group_timeout": "with tensor parallelism",
@@ -48,7 +49,6 @@ REFUSED: list[dict[str, Any]] = [
     {"varlen_compile_config": object()},
     {"decode_compile_config": object()},
     {"default_compile_level": 1},
-    {"max_blocks_per_request": 4},
 ]
 
 
