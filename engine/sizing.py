@@ -54,19 +54,22 @@ def resolve_config(
     hints: WorkloadHints | None = None,
     *,
     free_bytes: int | None = None,
+    num_sharers: int = 1,
     no_flash: str | None = "no kernels were given",
     no_graphs: str | None = "nothing was given that captures",
     is_cut: bool = False,
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
-    free_bytes: of the model's device; None looks. no_flash: why flash attention is not used, None where it is;
-    no_graphs likewise for CUDA graphs. is_cut: the model is one of several tensor parallel ranks.
+    free_bytes: of the model's device; None looks. num_sharers: processes that divide this machine's memory evenly, as
+    tensor parallel ranks do. no_flash: why flash attention is not used, None where it is; no_graphs likewise for CUDA
+    graphs. is_cut: the model is one of several tensor parallel ranks.
     """
     _refuse_unavailable(config)
     steps_in_flight = _steps_in_flight(config, model.device, is_cut=is_cut)
+    num_on_device = num_sharers if model.device.type == "cpu" else 1
     room = MemoryRoom(
-        free_bytes=_free_bytes(model.device) if free_bytes is None else free_bytes,
+        free_bytes=_free_bytes(model.device) // num_on_device if free_bytes is None else free_bytes,
         share=config.max_memory_percent or DEFAULT_MEMORY_SHARES.get(model.device.type, DEFAULT_MEMORY_SHARES["cpu"]),
     )
     shape = describe(model)
@@ -105,7 +108,9 @@ def resolve_config(
         kv_padding_interval_size=config.kv_padding_interval_size or DEFAULT_KV_PADDING,
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
         num_host_slots=_host_slots(
-            config, sum(demand.block_bytes), taken_bytes=cache_bytes if model.device.type == "cpu" else 0
+            config,
+            sum(demand.block_bytes) * num_sharers,
+            taken_bytes=cache_bytes * num_sharers if model.device.type == "cpu" else 0,
         ),
     )
 
