@@ -380,6 +380,7 @@ class ContinuousBatchingManager:
             parked = perf_counter()
             self._check_version(version)
             # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
+            # Captured graphs hold the addresses of the weights.
             in_place = any(self.config.use_cuda_graph)
             staged.commit(in_place=in_place)
             try:

@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,12 +20,14 @@ from engine.attention.interface import (
 from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
+from engine.fused_layers import fuse_layers
 from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
 from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, StepHandle, StepPlan
 from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler
+from engine.stand_ins import in_use
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._layers_in_use = packed.in_use if packed is not None else nullcontext
+        self._stand_ins = fuse_layers(model) + (packed.stand_ins() if packed is not None else [])
         self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
@@ -135,6 +136,8 @@ class ModelRunner:
         with torch.inference_mode():
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
+            if self._kernel is not None:
+                self._kernel.use_threads()
             batch, logits_LV = self._replay(rows) or self._launch(rows)
             if not self._is_driver or not batch.sampling_rows:
                 return DrawnRows()
@@ -156,7 +159,7 @@ class ModelRunner:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
         wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
-        with use_step(self._configs), self._layers_in_use():
+        with use_step(self._configs), in_use(self._stand_ins):
             output = self._model(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,
