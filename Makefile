@@ -17,7 +17,7 @@ MODEL ?=
 REPLICAS ?=
 SERVE_OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(REPLICAS),--replicas $(REPLICAS))
 
-.PHONY: help setup fetch serve test test-all deps format clean
+.PHONY: help setup fetch serve test test-all test-gpu deps format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -49,6 +49,9 @@ test-all: setup fetch ## what takes longer or needs system packages, beyond make
 	@for pair in $(SYSTEM_TOOLS); do command -v "$${pair%%:*}" >/dev/null || { \
 	    echo "$${pair%%:*} is missing: apt-get install -y $${pair##*:}, or make deps" >&2; exit 1; }; done
 	$(PYTEST) -m "slow and not gpu"
+
+test-gpu: setup ## what needs a CUDA device and flash-attn; no check in CI does
+	$(PYTEST) -m gpu
 
 deps: ## install the system packages that make test-all uses
 	$(if $(SYSTEM_TOOLS),apt-get install -y --no-install-recommends $(foreach pair,$(SYSTEM_TOOLS),$(lastword $(subst :, ,$(pair)))),@echo "no system package is needed")

@@ -34,6 +34,8 @@ class Batch:
     last_tokens_L: Tensor
     """Where in T the logits of each sampling row are."""
     step: AttentionStep[LayerView] | AttentionStep[FlashView]
+    is_decode: bool
+    """Whether all rows are of one token, and go the way of those."""
 
 
 def build_batch(
@@ -66,6 +68,7 @@ def build_batch(
         sampling_rows=[row for row in rows if row.samples],
         last_tokens_L=to_device([end - 1 for row, end in zip(rows, ends, strict=True) if row.samples], device),
         step=AttentionStep(views=views, group_of_layer=cache.group_of_layer),
+        is_decode=not chunked,
     )
 
 

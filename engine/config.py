@@ -16,7 +16,7 @@ DEFAULT_MAX_REQUESTS_PER_BATCH = 1024
 DEFAULT_Q_PADDING = 64
 DEFAULT_KV_PADDING = 16_384
 DEPRECATED = {
-    "use_default_compile_configs": "use default_compile_level, of which True is level 1",
+    "use_default_compile_configs": "use default_compile_level, of which True is level 3",
     "max_cached_graphs": "the number of graphs is not limited any more",
     "block_size": "use page_size",
 }
@@ -32,8 +32,8 @@ class ContinuousBatchingConfig:
     page_size: tokens per block of the KV cache.
     num_blocks: blocks in the cache; None takes what memory allows and requests can use.
     max_batch_tokens: tokens computed in one step at most; None is 8192, less where memory is short or requests are few.
-    max_memory_percent: share of free memory that the cache and a step may take; None is 0.8, on a CPU 0.6. The 0.9 of
-        the reference is for greedy requests alone, and here each request may sample.
+    max_memory_percent: share of free memory that the cache and a step may take, which a GPU runs once to measure it;
+        None is 0.8, on a CPU 0.6. The 0.9 of the reference is for greedy requests alone, and here each may sample.
     max_requests_per_batch: requests running at once; None takes the workload hints, else 1024.
     max_blocks_per_request: blocks of the longest request that takes the decode kernel of flash attention, which is
         faster for single tokens; longer ones take the general one. 0 closes the decode way; None is what the workload
@@ -49,6 +49,13 @@ class ContinuousBatchingConfig:
         graphs.
     kv_padding_interval_size: the longest row of a captured step counts as a multiple of so many keys; 0 is 16,384.
         Setting it asks for graphs.
+    varlen_compile_config: how torch.compile compiles steps of any rows: a CompileConfig of transformers, or its fields.
+        None is what default_compile_level says, at level 0 the compile_config of the generation config. Attention stays
+        outside, as one operator.
+    decode_compile_config: the same for steps of single tokens.
+    default_compile_level: 0 compiles nothing; 1 is mode "default" for steps of every size; 2 is
+        "max-autotune-no-cudagraphs" likewise; 3 the same for fixed sizes: steps are padded to multiples of 64 tokens,
+        and each size is compiled when it first comes.
     scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
     safety_margin: share of the blocks below which no further request is admitted; None is 0.15, prefill_first 0.
     cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes half of what is free.
@@ -56,6 +63,8 @@ class ContinuousBatchingConfig:
     auto_switch_to_flash: on CUDA compute attention with flash-attn where it is installed and can compute the model.
     return_logprobs: log-probabilities for every request that does not say otherwise.
     seed: derives the seed of requests that bring none; None draws it at random.
+    disable_nccl_graph_mixing: under tensor parallelism on GPUs, set NCCL_GRAPH_MIXING_SUPPORT=0 where the environment
+        has no value for it.
     max_queue_size: requests that may wait; 0 is unlimited.
     per_request_processors: accept sampling keywords in `add_request(**logit_processor_kwargs)`.
     drop_unsupported_processors: generate without the processors that a model's class adds and that are not of
@@ -110,7 +119,7 @@ class ContinuousBatchingConfig:
     @property
     def compile_level(self) -> int:
         """`default_compile_level`, or what its deprecated name says."""
-        return self.default_compile_level or int(bool(self.use_default_compile_configs))
+        return self.default_compile_level or 3 * bool(self.use_default_compile_configs)
 
 
 @dataclass(frozen=True, slots=True)

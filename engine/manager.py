@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from engine.attention.choice import choose_flash
 from engine.attention.flash import FlashKernels, find_flash
+from engine.compilation import compile_options
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
     EngineStopped,
@@ -29,7 +30,8 @@ from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.outbox import Outbox
 from engine.packed_weights import pack_weights
-from engine.parallel import DriverRunner, rank_group_of
+from engine.parallel import DriverRunner, disable_graph_mixing, rank_group_of
+from engine.profiling import measured_step_bytes
 from engine.rank_weights import RankWeights, stage_on_ranks
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
@@ -84,9 +86,21 @@ class ContinuousBatchingManager:
         )
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
+        if self._ranks is not None and self.continuous_batching_config.disable_nccl_graph_mixing:
+            disable_graph_mixing(model.device)
         self._rank_weights = RankWeights(model, self._ranks) if self._ranks is not None else None
+        self._compiling = compile_options(
+            self.continuous_batching_config,
+            model.device,
+            fallback=getattr(generation_config or own_config, "compile_config", None),
+        )
         free_bytes = free_host_bytes()
-        self._packed = pack_weights(model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes)
+        wanted = self.continuous_batching_config.pack_weights
+        if self._compiling is not None:
+            if wanted:
+                raise InvalidRequest("pack_weights=True replaces layers that torch.compile compiles", "pack_weights")
+            wanted = False
+        self._packed = pack_weights(model, wanted=wanted, free_bytes=free_bytes)
         chosen = choose_flash(
             flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
         )
@@ -102,6 +116,7 @@ class ContinuousBatchingManager:
             no_flash=chosen if isinstance(chosen, str) else None,
             no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
             is_cut=self._ranks is not None,
+            measure=self._measure if model.device.type == "cuda" and self._ranks is None else None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -205,7 +220,7 @@ class ContinuousBatchingManager:
             raise ValueError(f"attention {implementation!r} is not one of {', '.join(KNOWN_ATTENTION)}")
 
     def warmup(self) -> None:
-        """Captures CUDA graphs, which the first steps would otherwise have to; nothing to do without them."""
+        """Compiles the model and captures CUDA graphs, where that is configured; the first steps would have to."""
         if self.is_running():
             with self.pause(weights_changed=False):
                 self._runner.warm_up()
@@ -429,6 +444,9 @@ class ContinuousBatchingManager:
 
     # Inside
 
+    def _measure(self, num_tokens: int, num_rows: int) -> int:
+        return measured_step_bytes(self.model, num_tokens=num_tokens, num_rows=num_rows)
+
     def _make_loop(self) -> GenerationLoop | FollowerLoop:
         ranks = self._ranks
         runner = self._runner = ModelRunner(
@@ -439,6 +457,7 @@ class ContinuousBatchingManager:
             packed=self._packed,
             flash=self._flash,
             graphs=self._graphs,
+            compiling=self._compiling,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )

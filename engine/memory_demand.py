@@ -35,8 +35,12 @@ class MemoryDemand:
     """Of one block over all layers of a group."""
     read_bytes: int
     """The buffers that attention gathers keys and values into."""
+    mask_bytes: int
+    """What attention masks take for one token of a step."""
     token_bytes: int
-    """What a step holds for one of its tokens."""
+    """What else a step holds for one of its tokens, estimated."""
+    measured_bytes: int | None = None
+    """What a step of the greatest size holds instead, where one was run."""
 
     @property
     def useful_blocks(self) -> int:
@@ -53,7 +57,8 @@ class MemoryDemand:
 
     def step_bytes(self, max_batch_tokens: int) -> int:
         """Gives what a step of this size needs beside the cache."""
-        return self.read_bytes + max_batch_tokens * self.token_bytes
+        activations = max_batch_tokens * self.token_bytes if self.measured_bytes is None else self.measured_bytes
+        return self.read_bytes + max_batch_tokens * self.mask_bytes + activations
 
     def _pool_size(self, window: int | None, num_blocks: int, max_batch_tokens: int) -> int:
         if window is None:

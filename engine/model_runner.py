@@ -13,11 +13,13 @@ from engine.attention.cpu import find_decode_kernel
 from engine.attention.flash import FlashKernels
 from engine.attention.interface import (
     STEP_ARGUMENT,
+    StepFunction,
     attention_configs,
     run_attention,
     use_step,
 )
 from engine.batch import Batch, build_batch
+from engine.compilation import CompiledForward, CompileOptions
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
 from engine.fused_layers import fuse_layers
@@ -45,12 +47,13 @@ class ModelRunner:
         packed: PackedWeights | None = None,
         flash: FlashKernels | None = None,
         graphs: GraphMaker | None = None,
+        compiling: CompileOptions | None = None,
         is_driver: bool = True,
         all_agree: Callable[[bool], bool] = bool,
     ) -> None:
         """packed: what the model's linear layers compute with. flash: attention's kernels on a GPU; None takes others.
 
-        graphs: what captures steps, where the config says so.
+        graphs: what captures steps, where the config says so. compiling: how the model is compiled.
 
         Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them.
         """
@@ -61,7 +64,10 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._stand_ins = fuse_layers(model) + (packed.stand_ins() if packed is not None else [])
+        # The compiler would have to compile them anew in each step, and fuses by itself.
+        self._stand_ins = (
+            fuse_layers(model) + (packed.stand_ins() if packed is not None else []) if compiling is None else []
+        )
         self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
@@ -73,6 +79,11 @@ class ModelRunner:
             has_scratch=has_graphs,
         )
         self._new_tokens = NewTokens(DrawnRows())
+        self._compiled = (
+            None
+            if compiling is None
+            else CompiledForward(self._run_model, compiling, interval=config.q_padding_interval_size)
+        )
         self._packer: StepPacker | None = None
         self._graphs: StepGraphs | None = None
         if flash is not None:
@@ -81,10 +92,13 @@ class ModelRunner:
                 self._graphs = StepGraphs(graphs, self._packer, config, model=model, forward=self._logits)
 
     def warm_up(self) -> None:
-        """Captures what a first step would otherwise have to. Not while a step runs."""
-        if self._graphs is not None:
-            with torch.inference_mode():
-                self._model.eval()
+        """Compiles and captures what the first steps would otherwise have to. Not while a step runs."""
+        with torch.inference_mode():
+            self._model.eval()
+            if self._compiled is not None:
+                with use_step(self._configs):
+                    self._compiled.warm_up(self._model.device)
+            if self._graphs is not None:
                 self._graphs.warm_up()
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -158,16 +172,22 @@ class ModelRunner:
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
         wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
-        rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
+        inputs = batch.input_ids_1T, batch.position_ids_1T, wanted_L, run_attention(batch.step, self._kernel)
         with use_step(self._configs), in_use(self._stand_ins):
-            output = self._model(
-                input_ids=batch.input_ids_1T,
-                position_ids=batch.position_ids_1T,
-                attention_mask=None,
-                use_cache=False,
-                **rows,
-                **{STEP_ARGUMENT: run_attention(batch.step, self._kernel)},
-            )
+            if self._compiled is not None:
+                return self._compiled(*inputs, is_decode=batch.is_decode)
+            return self._run_model(*inputs)
+
+    def _run_model(self, ids_1T: Tensor, positions_1T: Tensor, wanted_L: Tensor, attention: StepFunction) -> Tensor:
+        rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
+        output = self._model(
+            input_ids=ids_1T,
+            position_ids=positions_1T,
+            attention_mask=None,
+            use_cache=False,
+            **rows,
+            **{STEP_ARGUMENT: attention},
+        )
         logits_LV: Tensor = output.logits[0]
         return logits_LV if self._takes_rows else logits_LV[wanted_L]
 

@@ -94,6 +94,7 @@ class StepPacker:
             sampling_rows=[row for row in rows if row.samples],
             last_tokens_L=last_L,
             step=AttentionStep(views=views, group_of_layer=self.cache.group_of_layer),
+            is_decode=shape.num_packed == 0,
         )
 
     def _num_decoding(self, rows: Sequence[PlannedRow]) -> int:

@@ -7,9 +7,10 @@ wait at for as long as the driver is idle. The tensors travel through the collec
 
 import json
 import logging
+import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 POLL = timedelta(seconds=5)
 """How often a waiting rank asks the store anew; it wakes at once when an order comes."""
 PAUSE_POLL_S = 0.005
+GRAPH_MIXING = "NCCL_GRAPH_MIXING_SUPPORT"
 KEPT_ORDERS = 8
 """More than a rank can be behind: by the steps in flight, a pause, and one question about weights."""
 
@@ -241,6 +243,20 @@ class DriverRunner:
     def close(self) -> None:
         """Ends the loops of the other ranks."""
         self._ranks.send(Order(Verb.STOP))
+
+
+def disable_graph_mixing(
+    device: torch.device,
+    environment: MutableMapping[str, str] = os.environ,  # noqa: TID251  # NCCL takes this setting from nowhere else
+) -> None:
+    """Tells NCCL, on a GPU, that captured and other communication are never mixed, unless the environment says more.
+
+    That is so here, and NCCL then need not guard against it. Communicators that exist already keep what they have, so
+    a launcher had better set it.
+    """
+    if device.type == "cuda" and GRAPH_MIXING not in environment:
+        environment[GRAPH_MIXING] = "0"
+        logger.info("%s is set to 0; it counts for communicators that are made from here on", GRAPH_MIXING)
 
 
 def rank_group_of(model: PreTrainedModel, *, timeout_s: float | None) -> RankGroup | None:

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from engine.config import (
     ResolvedConfig,
 )
 from engine.errors import InvalidRequest
+from engine.graphs import MAX_GRAPH_TOKENS
 from engine.host_memory import free_host_bytes, total_host_bytes
 from engine.kv_cache import LayerShape
 from engine.memory_demand import ACTIVATION_WIDTH, MASKED_TOKENS, MemoryDemand, MemoryRoom, greatest
@@ -39,13 +40,6 @@ DEFAULT_MEMORY_SHARES = {"cuda": 0.8, "cpu": 0.6}
 STEP_SHARE = 0.25
 """Of the allowed memory, what the tensors of a step may take before a step gets fewer tokens."""
 
-NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
-    "varlen_compile_config": (None,),
-    "decode_compile_config": (None,),
-    "compile_level": (0,),
-}
-"""Parameters this version has no use for, with the values that do not ask for one."""
-
 
 def resolve_config(
     config: ContinuousBatchingConfig,
@@ -58,14 +52,15 @@ def resolve_config(
     no_flash: str | None = "no kernels were given",
     no_graphs: str | None = "nothing was given that captures",
     is_cut: bool = False,
+    measure: Callable[[int, int], int] | None = None,
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
     free_bytes: of the model's device; None looks. num_sharers: processes that divide this machine's memory evenly, as
     tensor parallel ranks do. no_flash: why flash attention is not used, None where it is; no_graphs likewise for CUDA
-    graphs. is_cut: the model is one of several tensor parallel ranks.
+    graphs. is_cut: the model is one of several tensor parallel ranks. measure: gives the bytes that a step of so many
+    tokens and rows holds beside what attention reads; None estimates them.
     """
-    _refuse_unavailable(config)
     steps_in_flight = _steps_in_flight(config, model.device, is_cut=is_cut)
     num_on_device = num_sharers if model.device.type == "cpu" else 1
     room = MemoryRoom(
@@ -75,10 +70,15 @@ def resolve_config(
     shape = describe(model)
     model_len = shape.max_model_len or UNBOUNDED_MODEL_LEN
     demand = _demand(config, model, layers, hints or WorkloadHints())
+    if no_flash is None:  # which reads the cache in place
+        demand = replace(demand, read_bytes=0, mask_bytes=0)
     max_batch_tokens = config.max_batch_tokens or _batch_tokens_in(room, demand)
     demand = replace(demand, max_requests=min(demand.max_requests, max_batch_tokens))
-    num_blocks = _num_blocks(config, room, demand, max_batch_tokens)
     decode_blocks = _decode_blocks(config, hints or WorkloadHints(), longest=demand.longest, no_flash=no_flash)
+    graphs = _graphs(config, decode_blocks=decode_blocks, no_graphs=no_flash or no_graphs)
+    if measure is not None:
+        demand = replace(demand, measured_bytes=_measured(measure, demand, max_batch_tokens, has_graphs=any(graphs)))
+    num_blocks = _num_blocks(config, room, demand, max_batch_tokens)
     cache_bytes = demand.cache_bytes(num_blocks, max_batch_tokens)
     logger.info(
         "cache sized blocks=%d page_size=%d max_batch_tokens=%d cache_gib=%.3f step_gib=%.3f free_gib=%.3f share=%.2f",
@@ -103,7 +103,7 @@ def resolve_config(
         steps_in_flight=steps_in_flight,
         windows=demand.windows,
         max_blocks_per_request=decode_blocks,
-        use_cuda_graph=_graphs(config, decode_blocks=decode_blocks, no_graphs=no_flash or no_graphs),
+        use_cuda_graph=graphs,
         q_padding_interval_size=config.q_padding_interval_size or DEFAULT_Q_PADDING,
         kv_padding_interval_size=config.kv_padding_interval_size or DEFAULT_KV_PADDING,
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
@@ -113,13 +113,6 @@ def resolve_config(
             taken_bytes=cache_bytes * num_sharers if model.device.type == "cpu" else 0,
         ),
     )
-
-
-def _refuse_unavailable(config: ContinuousBatchingConfig) -> None:
-    for name, accepted in NOT_AVAILABLE.items():
-        value = getattr(config, name)
-        if value not in accepted:
-            raise InvalidRequest(f"{name}={value!r} is not available in this version; leave it at its default", name)
 
 
 def _steps_in_flight(config: ContinuousBatchingConfig, device: torch.device, *, is_cut: bool) -> int:
@@ -152,14 +145,26 @@ def _demand(
         windows=windows,
         block_bytes=tuple(_bytes_per_block(layers, window, model_len, page_size, dtype) for window in windows),
         read_bytes=max_read_tokens(longest, max_requests) * widest,
-        token_bytes=(ACTIVATION_WIDTH * embeddings.embedding_dim + min(longest, MASKED_TOKENS)) * dtype.itemsize,
+        mask_bytes=min(longest, MASKED_TOKENS) * dtype.itemsize,
+        token_bytes=ACTIVATION_WIDTH * embeddings.embedding_dim * dtype.itemsize,
     )
 
 
 def _batch_tokens_in(room: MemoryRoom, demand: MemoryDemand) -> int:
     """Gives the tokens of a step that fit a share of the memory, and no more than requests can ever bring."""
-    fitting = int(room.allowed_bytes * STEP_SHARE) // demand.token_bytes
+    fitting = int(room.allowed_bytes * STEP_SHARE) // (demand.token_bytes + demand.mask_bytes)
     return max(1, min(DEFAULT_MAX_BATCH_TOKENS, fitting, demand.max_requests * demand.longest))
+
+
+def _measured(
+    measure: Callable[[int, int], int], demand: MemoryDemand, max_batch_tokens: int, *, has_graphs: bool
+) -> int:
+    step_bytes = measure(max_batch_tokens, demand.max_requests)
+    if has_graphs:
+        # Captured steps have memory of their own, and their padding a block.
+        num_tokens = min(MAX_GRAPH_TOKENS, max_batch_tokens)
+        step_bytes += measure(num_tokens, min(num_tokens, demand.max_requests)) + sum(demand.block_bytes)
+    return step_bytes
 
 
 def _num_blocks(config: ContinuousBatchingConfig, room: MemoryRoom, demand: MemoryDemand, max_batch_tokens: int) -> int:

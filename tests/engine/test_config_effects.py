@@ -32,7 +32,7 @@ from engine import (
 )
 from engine.host_memory import free_host_bytes
 from engine.model_runner import probe_layers
-from engine.sizing import NOT_AVAILABLE, resolve_config
+from engine.sizing import resolve_config
 
 NUM_NEW = 12
 PROMPTS = [prompt_of(length, seed=6) for length in (5, 40, 70)]
@@ -51,16 +51,14 @@ TRIED_ELSEWHERE = {
     "q_padding_interval_size": "test_graphs",
     "kv_padding_interval_size": "test_graphs",
     "drop_unsupported_processors": "with the logits processors",
-    "disable_nccl_graph_mixing": "with tensor parallelism",
+    "disable_nccl_graph_mixing": "test_parallel",
     "cpu_group_timeout": "with tensor parallelism",
-    "use_default_compile_configs": "test_surface, and refused below as the level it maps to",
+    "use_default_compile_configs": "test_compilation",
+    "varlen_compile_config": "test_compilation",
+    "decode_compile_config": "test_compilation",
+    "default_compile_level": "test_compilation",
     "max_cached_graphs": "test_surface: a deprecated limit without a meaning",
 }
-REFUSED: list[dict[str, Any]] = [
-    {"varlen_compile_config": object()},
-    {"decode_compile_config": object()},
-    {"default_compile_level": 1},
-]
 
 
 @pytest.fixture
@@ -75,23 +73,7 @@ def answers() -> list[list[int]]:
 
 def test_every_parameter_is_tried() -> None:
     names = {field.name for field in fields(ContinuousBatchingConfig)}  # type: ignore[arg-type]  # pydantic's is one too
-    refused = {name for values in REFUSED for name in values}
-    assert TRIED_HERE | set(TRIED_ELSEWHERE) | refused == names
-    assert refused == set(NOT_AVAILABLE) - {"compile_level"} | {"default_compile_level"}
-
-
-@pytest.mark.parametrize("values", REFUSED, ids=repr)
-def test_what_is_not_available_is_refused_by_name(values: dict[str, Any], model: PreTrainedModel) -> None:
-    (name,) = values
-    with pytest.raises(InvalidRequest, match=r"not available in this version") as caught:
-        init_continuous_batching(model, continuous_batching_config=small_config(**values))
-    assert str(caught.value.param) in name
-
-
-@pytest.mark.filterwarnings("ignore:use_default_compile_configs is deprecated:FutureWarning")
-def test_the_deprecated_name_of_a_compile_level_is_refused_as_that_level(model: PreTrainedModel) -> None:
-    with pytest.raises(InvalidRequest, match="compile_level=1 is not available"):
-        init_continuous_batching(model, continuous_batching_config=small_config(use_default_compile_configs=True))
+    assert TRIED_HERE | set(TRIED_ELSEWHERE) == names
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from engine import UnsupportedModel, load_model
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy, CopyKind
-from engine.parallel import Deed, Order, Verb, WeightsTask, decode, encode
+from engine.parallel import Deed, Order, Verb, WeightsTask, decode, disable_graph_mixing, encode
 from engine.plan import PlannedRow, StepPlan
 from engine.request import SamplingParams
 from engine.weights.cutting import Cut
@@ -147,3 +147,15 @@ def test_an_order_survives_its_journey() -> None:
     (copy,) = there.plan.rows
     assert (copy.start, copy.token_ids, copy.block_tables, copy.samples) == (1, [2, 3], [[4], [5]], True)
     assert copy.request.request_id == "a"
+
+
+@pytest.mark.parametrize(
+    ("device", "before", "after"),
+    [("cuda", {}, "0"), ("cuda", {"NCCL_GRAPH_MIXING_SUPPORT": "1"}, "1"), ("cpu", {}, None)],
+)
+def test_nccl_is_told_not_to_mix_unless_somebody_has_decided(
+    device: str, before: dict[str, str], after: str | None
+) -> None:
+    environment = dict(before)
+    disable_graph_mixing(torch.device(device), environment)
+    assert environment.get("NCCL_GRAPH_MIXING_SUPPORT") == after

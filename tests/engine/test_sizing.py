@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,11 @@ from transformers import PreTrainedModel
 
 from engine import ContinuousBatchingConfig, InvalidRequest, WorkloadHints
 from engine.config import ResolvedConfig
+from engine.graphs import MAX_GRAPH_TOKENS
 from engine.host_memory import free_host_bytes, total_host_bytes
 from engine.kv_cache import KVCache
 from engine.model_runner import probe_layers
+from engine.profiling import dummy_step
 from engine.sizing import resolve_config
 
 MIB = 2**20
@@ -24,10 +27,11 @@ FREE_BYTES = 256 * MIB
 
 
 def resolve(
-    model: PreTrainedModel, *, hints: WorkloadHints | None = None, free_bytes: int = FREE_BYTES, **values: object
+    model: PreTrainedModel, *, hints: WorkloadHints | None = None, free_bytes: int = FREE_BYTES, **values: Any
 ) -> ResolvedConfig:
-    config = ContinuousBatchingConfig(**values)  # type: ignore[arg-type]
-    return resolve_config(config, model, probe_layers(model), hints, free_bytes=free_bytes)
+    offers = {name: values.pop(name) for name in ("measure", "no_flash", "no_graphs") if name in values}
+    config = ContinuousBatchingConfig(**values)
+    return resolve_config(config, model, probe_layers(model), hints, free_bytes=free_bytes, **offers)
 
 
 def cache_bytes(model: PreTrainedModel, config: ResolvedConfig) -> int:
@@ -52,6 +56,55 @@ def test_the_cache_and_a_step_take_the_allowed_share_of_free_memory(
         assert used_bytes == pytest.approx(percent * FREE_BYTES, rel=0.05)
     assert (int(names["blocks"]), names["share"]) == (config.num_blocks, f"{percent:.2f}")
     assert float(names["cache_gib"]) == pytest.approx(cache_bytes(model, config) / 2**30, abs=0.001)
+
+
+def test_a_measured_step_takes_the_place_of_the_estimate() -> None:
+    model, asked = tiny_model(max_position_embeddings=8192), []
+
+    def measure(num_tokens: int, num_rows: int) -> int:
+        asked.append((num_tokens, num_rows))
+        return num_tokens * 10_000
+
+    config = resolve(model, measure=measure, max_batch_tokens=2048, max_requests_per_batch=100, no_flash=None)
+    without = resolve(model, measure=measure, max_batch_tokens=1024, max_requests_per_batch=100, no_flash=None)
+    assert asked == [(2048, 100), (1024, 100)]
+    block_bytes = 256 * 2 * 2 * 2 * 16 * 4
+    for resolved, num_tokens in ((config, 2048), (without, 1024)):
+        expected = (0.6 * FREE_BYTES - num_tokens * 10_000) / block_bytes
+        assert resolved.num_blocks == pytest.approx(expected, abs=1)
+
+
+def test_captured_steps_get_memory_of_their_own() -> None:
+    model, asked = tiny_model(max_position_embeddings=8192), []
+
+    def measure(num_tokens: int, num_rows: int) -> int:
+        asked.append((num_tokens, num_rows))
+        return num_tokens * 10_000
+
+    arguments = {"measure": measure, "max_batch_tokens": 2048, "no_flash": None}
+    plain = resolve(model, **arguments)
+    captured = resolve(model, no_graphs=None, **arguments)
+    assert asked == [(2048, 1024), (2048, 1024), (MAX_GRAPH_TOKENS, 1024)]
+    block_bytes = 256 * 2 * 2 * 2 * 16 * 4
+    lost_bytes = MAX_GRAPH_TOKENS * 10_000 + block_bytes
+    assert plain.num_blocks - captured.num_blocks == pytest.approx(lost_bytes / block_bytes, abs=1)
+
+
+def test_a_kernel_that_reads_in_place_needs_no_room_to_gather_or_mask() -> None:
+    model = tiny_model(max_position_embeddings=8192)
+    assert resolve(model, no_flash=None).num_blocks > resolve(model).num_blocks
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_moe", "gpt2"])
+def test_the_step_that_is_measured_runs_the_model_and_leaves_it_as_it_was(family: str) -> None:
+    model = tiny_model(family)
+    model.train()
+    implementation = model.config._attn_implementation
+    probabilities_RV = dummy_step(model, num_tokens=40, num_rows=7)
+    assert probabilities_RV.shape == (7, 256)
+    assert dummy_step(model, num_tokens=2, num_rows=7).shape == (2, 256)
+    assert model.training
+    assert model.config._attn_implementation == implementation
 
 
 def test_no_block_is_made_that_no_request_can_use() -> None:
