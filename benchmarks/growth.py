@@ -92,6 +92,7 @@ class EngineSide:
             runner=NoModel(config),
             outbox=self._outbox,
             budget=StepBudget(max_batch_tokens=config.max_batch_tokens, target_step_s=None),
+            depth=1,
         )
         self._loop.mark_started()
         self.last_outputs: list[GenerationOutput] = []

@@ -26,6 +26,7 @@ from engine.generate import (
 from engine.manager import ContinuousBatchingManager
 from engine.metrics import EngineStats
 from engine.model import check_supported, load_model
+from engine.rendezvous import RankPlace, join_ranks, open_meeting
 from engine.request import (
     FinishReason,
     GenerationOutput,
@@ -50,6 +51,7 @@ __all__ = [
     "InvalidRequest",
     "PitstopError",
     "QueueFull",
+    "RankPlace",
     "RequestStatus",
     "SamplingParams",
     "StagedWeights",
@@ -66,6 +68,8 @@ __all__ = [
     "enable",
     "generate_batch",
     "init_continuous_batching",
+    "join_ranks",
     "load_model",
+    "open_meeting",
     "stage_weights",
 ]

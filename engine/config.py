@@ -39,6 +39,10 @@ class ContinuousBatchingConfig:
         faster for single tokens; longer ones take the general one. 0 closes the decode way; None is what the workload
         hints or the model's length come to.
     allow_block_sharing: reuse blocks of equal prefixes.
+    use_async_batching: plan a step while the one before it runs, and publish that one while the next runs; None does so
+        on a GPU. A pause then waits for two steps. A request that has processors (any field of `SamplingParams` that
+        acts on scores, beyond temperature, top_k and top_p) takes part in every other step, since they have to see the
+        token of the step before; the others go on. Refused where the model is cut over tensor parallel ranks.
     use_cuda_graph: replay captured steps, of any rows and of single tokens; one answer or a pair. None is yes where
         flash attention computes and no elsewhere; a model that cannot be captured runs without, with a warning.
     q_padding_interval_size: a captured step is padded to a multiple of so many tokens; 0 is 64. Setting it asks for
@@ -127,6 +131,8 @@ class ResolvedConfig:
     seed: int
     return_logprobs: bool
     scheduler_type: Literal["fifo", "prefill_first", "priority", "fair"] = "fifo"
+    steps_in_flight: int = 1
+    """At most: with 2 a step is planned while the one before it runs."""
     windows: tuple[int | None, ...] = (None,)
     """What the layers of each block group can see, in tokens; None is everything."""
     blocks_of_group: tuple[int, ...] = ()

@@ -9,6 +9,7 @@ from engine.errors import EngineDead, EngineStopped
 from engine.loop import StopMode
 from engine.metrics import EngineStats
 from engine.parallel import RankGroup, StepRunner, Verb
+from engine.rank_weights import RankWeights
 
 logger = logging.getLogger(__name__)
 
@@ -16,9 +17,10 @@ logger = logging.getLogger(__name__)
 class FollowerLoop:
     """Has no requests of its own. What is below `_wake` is guarded by it."""
 
-    def __init__(self, *, runner: StepRunner, ranks: RankGroup) -> None:
+    def __init__(self, *, runner: StepRunner, ranks: RankGroup, weights: RankWeights) -> None:
         self._runner = runner
         self._ranks = ranks
+        self._weights = weights
         self._wake = threading.Condition()
         self._num_pauses = 0
         self._num_parks = 0
@@ -44,6 +46,8 @@ class FollowerLoop:
                     self._runner.launch(order.plan).wait()
                 elif order.verb is Verb.PARK:
                     self._park()
+                elif order.task is not None:
+                    self._weights.obey(order.task)
         except BaseException as error:  # the group is broken, or we have a bug: `check_health` says so
             logger.exception("rank ended")
             self.fatal_error = error

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from engine.batch import Batch
 from engine.config import ResolvedConfig
-from engine.packed_step import StepPacker, StepShape, in_order, to_device
+from engine.packed_step import StepPacker, StepShape, in_order
 from engine.plan import PlannedRow
+from engine.transfer import to_device
 
 MAX_GRAPH_TOKENS = 1024
 """A mixed step of more tokens computes for longer than the host takes to launch it, and there are too many sizes."""
@@ -97,10 +98,13 @@ class StepGraphs:
         self._addresses = _addresses(model)
         self._uses_packed, self._uses_decode = config.use_cuda_graph
 
-    def run(self, planned: Sequence[PlannedRow]) -> tuple[Batch, Tensor] | None:
+    def run(
+        self, planned: Sequence[PlannedRow], fill: Callable[[Tensor, Sequence[PlannedRow]], None]
+    ) -> tuple[Batch, Tensor] | None:
         """Gives the step and its logits, one row of them for each row that samples; None where no graph is to be used.
 
         The logits are valid until the next step. The first step of a shape computes as usual and is captured then.
+        fill: writes to the input ids, for these rows, what only the device knows of them.
         """
         rows = in_order(planned)
         shape = self._padded_shape(rows)
@@ -111,11 +115,13 @@ class StepGraphs:
         graph = self._graphs.get(shape)
         if graph is None:
             batch = self._packer.unpack(values, shape, rows)
+            fill(batch.input_ids_1T, rows)
             logits_LV = self._forward(batch)
             self._capture(shape, values)
         else:
             graph.values.copy_(values)
             batch = self._packer.unpack(graph.values, shape, rows)
+            fill(batch.input_ids_1T, rows)
             graph.captured.replay()
             logits_LV = graph.captured.output
         return batch, logits_LV[: len(batch.sampling_rows)]

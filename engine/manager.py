@@ -17,25 +17,28 @@ from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.errors import (
     EngineStopped,
     InvalidRequest,
+    WeightsError,
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.graphs import CudaGraphs, GraphMaker
 from engine.host_memory import free_host_bytes
-from engine.loop import GenerationLoop, StopMode
+from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.outbox import Outbox
 from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, rank_group_of
+from engine.rank_weights import RankWeights, stage_on_ranks
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
 from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
+from engine.step_thread import StepThread
 from engine.submission import RequestFactory
-from engine.weights import StagedWeights
+from engine.weights import StagedWeights, stage_weights
 
 EXIT_JOIN_S = 5.0
 """How long the interpreter waits at its end for the step in progress."""
@@ -81,6 +84,7 @@ class ContinuousBatchingManager:
         )
         self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
+        self._rank_weights = RankWeights(model, self._ranks) if self._ranks is not None else None
         free_bytes = free_host_bytes()
         self._packed = pack_weights(model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes)
         chosen = choose_flash(
@@ -93,9 +97,11 @@ class ContinuousBatchingManager:
             model,
             self._layers,
             workload_hints,
+            num_sharers=self._ranks.num_on_machine if self._ranks is not None else 1,
             free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
             no_flash=chosen if isinstance(chosen, str) else None,
             no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
+            is_cut=self._ranks is not None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -112,6 +118,7 @@ class ContinuousBatchingManager:
         self._was_training = model.training
         self._is_destroyed = False
         self._thread: threading.Thread | None = None
+        self._driver_runner: DriverRunner | None = None
         self._loop = self._make_loop()
         self._needs_new_loop = False
 
@@ -249,6 +256,7 @@ class ContinuousBatchingManager:
         for member in (request, *request.children):
             self._stop_strings.prepare(member, tokenizer)
             member.streaming, member.record_timestamps = streaming, record_timestamps
+            member.needs_processors |= self._sampler.sees_tokens
         self._loop.submit(request, max_waiting=self.config.max_queue_size)
         return request.request_id
 
@@ -333,10 +341,11 @@ class ContinuousBatchingManager:
 
         Nothing is lost: requests keep their place and their keys and values, new ones may be added and wait. Leaving
         starts a new weight version, so that no prefix computed before is found again, unless `weights_changed` is
-        False. Re-entrant, and several threads may hold it; generation resumes when the last one leaves. Raises
-        EngineStopped when the manager does not run.
+        False. Re-entrant, and several threads may hold it; generation resumes when the last one leaves. All tensor
+        parallel ranks have to enter it. Raises EngineStopped when the manager does not run.
         """
         self._enter_pause()
+        self._share_pause()
         try:
             yield
         finally:
@@ -348,6 +357,22 @@ class ContinuousBatchingManager:
                 self._leave_pause()
 
     paused = pause
+
+    def stage_weights(self, path: str, *, cast: bool = False) -> StagedWeights:
+        """Gives the weights in a folder of safetensors, checked and ready for `commit_weights`.
+
+        As the function `stage_weights`; on tensor parallel ranks the driver calls it, and every rank stages its part.
+        Where one cannot, none keeps any and its error is raised. Blocks while the folder is read; generation goes on.
+        """
+        if self._ranks is None:
+            staged = stage_weights(self.model, path, cast=cast)
+            self.prepare_weights(staged)
+            return staged
+        if not self.is_driver:
+            raise WeightsError("this rank is not the driver, which stages weights for all ranks")
+        if not self.is_running():
+            raise EngineStopped("the manager does not run, so the other ranks hear nothing; start() it first")
+        return stage_on_ranks(self.model, path, self._ranks, cast=cast)
 
     def prepare_weights(self, staged: StagedWeights) -> None:
         """Makes what depends on staged weights, beside generation; `commit_weights` does it where nobody has."""
@@ -373,10 +398,12 @@ class ContinuousBatchingManager:
                 "in_flight",
             )
         self.prepare_weights(staged)
-        with self.pause(weights_changed=False):
+        self._enter_pause()
+        try:
             parked = perf_counter()
             self._check_version(version)
             # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
+            # Captured graphs hold the addresses of the weights.
             in_place = any(self.config.use_cuda_graph)
             staged.commit(in_place=in_place)
             try:
@@ -386,6 +413,8 @@ class ContinuousBatchingManager:
                 raise
             if self._packed is not None:
                 self._packed.refresh(all_of_them=in_place)
+        finally:
+            self._leave_pause()
         return perf_counter() - parked
 
     # Numbers
@@ -413,19 +442,26 @@ class ContinuousBatchingManager:
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )
-        if ranks is not None and not ranks.is_driver:
-            return FollowerLoop(runner=runner, ranks=ranks)
+        if ranks is not None and self._rank_weights is not None and not ranks.is_driver:
+            return FollowerLoop(runner=runner, ranks=ranks, weights=self._rank_weights)
         scheduler = Scheduler(self.config)
         scheduler.version = self._version
+        self._driver_runner = None if ranks is None else DriverRunner(runner, ranks)
         return GenerationLoop(
             scheduler=scheduler,
-            runner=runner if ranks is None else DriverRunner(runner, ranks),
+            runner=self._in_its_place(runner),
             outbox=self._outbox,
             budget=StepBudget(
                 max_batch_tokens=self.config.max_batch_tokens,
                 target_step_s=self.config.target_step_s,
             ),
+            depth=self.config.steps_in_flight,
         )
+
+    def _in_its_place(self, runner: ModelRunner) -> Runner:
+        if self._driver_runner is not None:
+            return self._driver_runner
+        return StepThread(runner) if self.config.steps_in_flight > 1 else runner
 
     def _repack(self) -> None:
         """Values may have changed in place, which no address shows."""
@@ -435,6 +471,10 @@ class ContinuousBatchingManager:
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()
         self._pauses_of_thread.count = getattr(self._pauses_of_thread, "count", 0) + 1
+
+    def _share_pause(self) -> None:
+        if self._driver_runner is not None:
+            self._driver_runner.share_pause()
 
     def _leave_pause(self) -> None:
         self._pauses_of_thread.count -= 1

@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from engine.errors import UnsupportedModel, WeightsInvalid, WeightsSourceError
 
 _SERVED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _NUM_NAMES_SHOWN = 3
+_KEY_PROJECTIONS = frozenset({"k_proj", "qkv_proj", "query_key_value"})
+"""The modules whose output holds the keys, in transformers' tensor parallel plans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,19 @@ class ModelShape:
 
 
 def load_model(
-    path: str, *, dtype: str = "auto", device: str = "auto", trust_remote_code: bool = False
+    path: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    tensor_parallel_size: int = 1,
 ) -> PreTrainedModel:
     """Gives the decoder in a local folder or behind a hub id, in eval mode and without gradients.
 
     dtype: a name as in torch, such as "bfloat16"; "auto" is float32 on a CPU, else what the checkpoint holds.
     device: "auto" is the first GPU where there is one, else the CPU.
+    tensor_parallel_size: ranks that the model is cut over by transformers' plan; each of them calls this, after
+    `join_ranks` or in a process that torchrun started, and gets its part.
     Raises UnsupportedModel (before any weight is read, where the config tells), WeightsSourceError when the folder is
     missing or cannot be read, WeightsInvalid when the checkpoint lacks a parameter.
     """
@@ -45,13 +56,17 @@ def load_model(
     loaded_dtype = _parse_dtype(dtype, target)
     config = _load_config(path, trust_remote_code)
     _refuse(config.architectures, _objection_to_config(config))
-    model, report = _read_model(path, config, loaded_dtype, trust_remote_code)
+    if tensor_parallel_size > 1:
+        _refuse(config.architectures, _objection_to_cutting(config, tensor_parallel_size))
+        _check_ranks(tensor_parallel_size, target)
+    model, report = _read_model(path, config, loaded_dtype, trust_remote_code, tensor_parallel_size)
     missing = sorted(report["missing_keys"])
     if missing:
         shown = ", ".join(missing[:_NUM_NAMES_SHOWN])
         raise WeightsInvalid(f"{path} lacks {len(missing)} parameters of the model: {shown}", tensor=missing[0])
     check_supported(model)
-    nn.Module.to(model, target)
+    if tensor_parallel_size == 1:
+        nn.Module.to(model, target)
     nn.Module.eval(model.requires_grad_(False))
     return model
 
@@ -101,15 +116,33 @@ def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
+def _check_ranks(size: int, device: torch.device) -> None:
+    present = dist.get_world_size() if dist.is_initialized() else 1
+    if present != size:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, and this process is one of {present} ranks; start as many as wanted"
+        )
+    if device.type != _default_device() or device.index is not None:
+        raise ValueError(
+            f"device is {str(device)!r}; tensor parallel ranks take the GPU of their LOCAL_RANK where there is one,"
+            " else the CPU, so leave it at auto"
+        )
+
+
 def _read_model(
-    path: str, config: PreTrainedConfig, dtype: torch.dtype | str, trust_remote_code: bool
+    path: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype | str,
+    trust_remote_code: bool,
+    num_ranks: int,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     is_known = type(config) in AutoModelForCausalLM._model_mapping
     if not is_known and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
         _refuse(config.architectures, f"transformers has no causal language model for type {config.model_type!r}")
+    cut: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=num_ranks)} if num_ranks > 1 else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
+            path, config=config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True, **cut
         )
     except Exception as error:  # Whatever a broken file makes of the reader's many layers.
         raise WeightsSourceError(f"the weights in {path} cannot be read: {_first_line(error)}") from error
@@ -135,6 +168,23 @@ def _objection_to_config(config: PreTrainedConfig) -> str | None:
         return f"it has layers of type {', '.join(foreign)}, and only full and sliding-window attention are served"
     if getattr(text_config, "num_kv_shared_layers", 0):
         return "some of its layers take their keys and values from other layers, and each must have its own"
+    return None
+
+
+def _objection_to_cutting(config: PreTrainedConfig, num_ranks: int) -> str | None:
+    text_config = config.get_text_config(decoder=True)
+    plan: dict[str, str] = text_config.base_model_tp_plan or {}
+    if getattr(config, "quantization_config", None):
+        return "it is quantized, and only unquantized weights are cut over tensor parallel ranks"
+    if not plan:
+        return f"transformers has no tensor parallel plan for it, so it cannot be cut over {num_ranks} ranks"
+    cuts_keys = any(name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS and style == "colwise" for name, style in plan.items())
+    num_heads = getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    if cuts_keys and num_heads % num_ranks:
+        return (
+            f"its {num_heads} key-value heads do not divide evenly among {num_ranks} tensor parallel ranks; choose a"
+            f" tensor_parallel_size that divides {num_heads}"
+        )
     return None
 
 

@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,18 +20,20 @@ from engine.attention.interface import (
 from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
+from engine.fused_layers import fuse_layers
 from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
 from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
-from engine.plan import FinishedStep, PlannedRow, SampledToken, StepHandle, StepPlan
-from engine.sampling import RowSampler
+from engine.plan import PlannedRow, StepHandle, StepPlan
+from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler
+from engine.stand_ins import in_use
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the cache's tensors. One thread at a time; nothing is in flight between two calls."""
+    """Owns the cache's tensors. One thread at a time; on a GPU a launch may return before its step has run."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._layers_in_use = packed.in_use if packed is not None else nullcontext
+        self._stand_ins = fuse_layers(model) + (packed.stand_ins() if packed is not None else [])
         self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
@@ -71,6 +72,7 @@ class ModelRunner:
             tokens_lead=flash is not None,
             has_scratch=has_graphs,
         )
+        self._new_tokens = NewTokens(DrawnRows())
         self._packer: StepPacker | None = None
         self._graphs: StepGraphs | None = None
         if flash is not None:
@@ -93,7 +95,9 @@ class ModelRunner:
         """
         for group, copies in enumerate(plan.copies):
             self._cache.copy(group, copies)
-        return FinishedStep(self._compute(plan.rows))
+        drawn = self._compute(plan.rows)
+        self._new_tokens = NewTokens(drawn)
+        return DrawnStep(drawn, self._sampler.stop_strings, self._model.device)
 
     def park(self) -> None:
         """Nothing is in flight between two steps, so there is nothing to wait for."""
@@ -104,39 +108,43 @@ class ModelRunner:
     def close(self) -> None:
         """Nothing runs but the caller's thread."""
 
-    def _compute(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
-        samples: dict[str, SampledToken] = {}
+    def _compute(self, rows: list[PlannedRow]) -> DrawnRows:
+        drawn = DrawnRows()
         failure: Exception | None = None
         try:
-            samples = self._forward(rows)
+            drawn = self._forward(rows)
         except torch.AcceleratorError as error:
             raise EngineDead(f"the device failed: {error}") from error
         except Exception as error:  # noqa: BLE001  # told below, to the one request it belongs to
             failure = error
         # Every rank retries, or none: the model's collectives need all of them.
         if self._all_agree(failure is None):
-            return samples
+            return drawn
+        drawn = DrawnRows()
         if len(rows) == 1:
-            request_id = rows[0].request.request_id
-            logger.error("request failed alone request_id=%s", request_id, exc_info=failure)
+            request = rows[0].request
+            logger.error("request failed alone request_id=%s", request.request_id, exc_info=failure)
             reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank failed"
-            return {request_id: SampledToken(token=0, error=f"the model failed on this request: {reason}")}
+            drawn.fail(request, f"the model failed on this request: {reason}")
+            return drawn
         logger.warning("step failed, its rows are run one by one rows=%d error=%r", len(rows), failure)
         for row in rows:
-            samples |= self._compute([row])
-        return samples
+            drawn.extend(self._compute([row]))
+        return drawn
 
-    def _forward(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
+    def _forward(self, rows: list[PlannedRow]) -> DrawnRows:
         with torch.inference_mode():
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
+            if self._kernel is not None:
+                self._kernel.use_threads()
             batch, logits_LV = self._replay(rows) or self._launch(rows)
             if not self._is_driver or not batch.sampling_rows:
-                return {}
-            return self._sampler.sample(batch.sampling_rows, logits_LV)
+                return DrawnRows()
+            return self._sampler.draw(batch.sampling_rows, logits_LV)
 
     def _replay(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor] | None:
-        return None if self._graphs is None else self._graphs.run(rows)
+        return None if self._graphs is None else self._graphs.run(rows, self._new_tokens.fill)
 
     def _launch(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor]:
         if self._packer is not None:
@@ -144,13 +152,14 @@ class ModelRunner:
         else:
             in_place = self._kernel is not None
             batch = build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
+        self._new_tokens.fill(batch.input_ids_1T, batch.rows)
         return batch, self._logits(batch)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
         wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
-        with use_step(self._configs), self._layers_in_use():
+        with use_step(self._configs), in_use(self._stand_ins):
             output = self._model(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,

@@ -17,6 +17,7 @@ from engine.attention.step import AttentionStep
 from engine.batch import Batch, row_slots
 from engine.kv_cache import KVCache
 from engine.plan import PlannedRow
+from engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +182,6 @@ def in_order(planned: Sequence[PlannedRow]) -> list[PlannedRow]:
     """Gives single tokens first, the shortest request first, so that those of few blocks lead."""
     singles = sorted((row for row in planned if row.num_tokens == 1), key=attrgetter("end"))
     return singles + [row for row in planned if row.num_tokens > 1]
-
-
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Gives the integers on the device; the host does not wait for the copy."""
-    on_host = torch.from_numpy(values)
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
 
 
 def _padded(values: Sequence[int] | np.ndarray, size: int, filler: int) -> np.ndarray:

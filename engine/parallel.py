@@ -8,10 +8,11 @@ wait at for as long as the driver is idle. The tensors travel through the collec
 import json
 import logging
 import socket
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
-from enum import Enum
+from enum import Enum, StrEnum
 from time import monotonic, sleep
 from typing import Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy, CopyKind
 from engine.errors import EngineDead
 from engine.plan import PlannedRow, StepHandle, StepPlan
+from engine.rendezvous import LOOPBACK, NO_TIMEOUT_S, open_store
 from engine.request import SamplingParams
 
 T = TypeVar("T")
@@ -33,8 +35,8 @@ logger = logging.getLogger(__name__)
 POLL = timedelta(seconds=5)
 """How often a waiting rank asks the store anew; it wakes at once when an order comes."""
 PAUSE_POLL_S = 0.005
-NO_TIMEOUT_S = 365 * 24 * 3600.0
-"""What `cpu_group_timeout=None` means: gloo wants a number."""
+KEPT_ORDERS = 8
+"""More than a rank can be behind: by the steps in flight, a pause, and one question about weights."""
 
 
 class Verb(Enum):
@@ -43,6 +45,37 @@ class Verb(Enum):
     STEP = "step"
     PARK = "park"
     STOP = "stop"
+    WEIGHTS = "weights"
+
+
+class Deed(StrEnum):
+    """What a rank is to do with new weights, and to answer."""
+
+    STAGE = "stage"
+    COMMIT = "commit"
+    ROLLBACK = "rollback"
+    DISCARD = "discard"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsTask:
+    """A question of the driver's about weights. staged: the number of the STAGE that read them."""
+
+    deed: Deed
+    number: int
+    staged: int
+    path: str = ""
+    cast: bool = False
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of a task on one rank. source: which files were read. error: class, message, tensor of a failure."""
+
+    rank: int
+    source: str = ""
+    error: tuple[str, str, str | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +84,7 @@ class Order:
 
     verb: Verb
     plan: StepPlan = field(default_factory=lambda: StepPlan([]))
+    task: WeightsTask | None = None
 
 
 class StepRunner(Protocol):
@@ -67,8 +101,16 @@ class RankGroup:
         self.timeout_s = NO_TIMEOUT_S if timeout_s is None else timeout_s
         limit = timedelta(seconds=self.timeout_s)
         self._control = dist.new_group(backend="gloo", timeout=limit)
-        self._store = _make_store(self._control, rank=self.rank, size=self.size, timeout=limit)
+        hosts: list[str] = [""] * self.size
+        dist.all_gather_object(hosts, socket.gethostname(), group=self._control)
+        self.num_on_machine = hosts.count(hosts[self.rank])
+        # Waiting blocks a connection, so that a rank which waits for orders needs another one to answer over.
+        self._orders, self._answers = self._connect(hosts, limit)
+        self._sending = threading.Lock()
         self._num_orders = 0
+        self._num_asked = 0
+        self.asking = threading.Lock()
+        """Held by whoever asks, until the answers are there."""
 
     @property
     def is_driver(self) -> bool:
@@ -81,11 +123,39 @@ class RankGroup:
         return box[0]
 
     def send(self, order: Order) -> None:
-        """Tells the other ranks what to do; the driver calls it."""
-        self._store.set(f"order/{self._num_orders}", encode(order))
-        # All ranks have taken an order before the one after it can have been finished.
-        self._store.delete_key(f"order/{self._num_orders - 2}")
-        self._num_orders += 1
+        """Tells the other ranks what to do; the driver calls it, from any thread."""
+        with self._sending:
+            self._orders.set(f"order/{self._num_orders}", encode(order))
+            self._orders.delete_key(f"order/{self._num_orders - KEPT_ORDERS}")
+            self._num_orders += 1
+
+    def ask(
+        self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False, in_place: bool = False
+    ) -> int:
+        """Sends a task to the other ranks and gives its number; the driver calls it and holds `asking`."""
+        self._num_asked += 1
+        number = self._num_asked
+        task = WeightsTask(deed, number, number if staged is None else staged, path, cast, in_place)
+        self.send(Order(Verb.WEIGHTS, task=task))
+        return task.number
+
+    def answer(self, number: int, answer: Answer) -> None:
+        """Tells the driver what became of a task."""
+        self._answers.set(f"answer/{number}/{self.rank}", json.dumps([answer.source, answer.error]))
+
+    def answers(self, number: int) -> list[Answer]:
+        """Gives the answers of the other ranks to a task; raises EngineDead when one does not come in time."""
+        found = []
+        for rank in range(1, self.size):
+            key = f"answer/{number}/{rank}"
+            try:
+                self._answers.wait([key], timedelta(seconds=self.timeout_s))
+                source, failure = json.loads(self._answers.get(key))
+            except RuntimeError as error:
+                raise EngineDead(f"rank {rank} gave no answer within {self.timeout_s:.0f} s: {error}") from error
+            self._answers.delete_key(key)
+            found.append(Answer(rank, source, failure and tuple(failure)))
+        return found
 
     def orders(self) -> Iterator[Order]:
         """Gives the driver's orders, the last of them STOP. Raises EngineDead when the driver is gone."""
@@ -97,12 +167,12 @@ class RankGroup:
 
     def mark_pause_left(self, number: int) -> None:
         """Tells the driver that this rank has left the pause of the `number`-th PARK."""
-        self._store.add(f"left/{number}", 1)
+        self._answers.add(f"left/{number}", 1)
 
     def wait_for_pauses_left(self, number: int) -> None:
         """Returns when every other rank has left its pause; raises EngineDead when one does not in time."""
         deadline = monotonic() + self.timeout_s
-        while self._store.add(f"left/{number}", 0) < self.size - 1:
+        while self._orders.add(f"left/{number}", 0) < self.size - 1:
             if monotonic() > deadline:
                 raise EngineDead(
                     f"not every rank left the pause within {self.timeout_s:.0f} s; all ranks have to enter it"
@@ -122,14 +192,22 @@ class RankGroup:
         key = f"order/{self._num_orders}"
         while True:
             try:
-                self._store.wait([key], POLL)
-                order = decode(self._store.get(key))
+                self._orders.wait([key], POLL)
+                order = decode(self._orders.get(key))
             except dist.DistStoreError:
                 continue
             except RuntimeError as error:
                 raise EngineDead(f"the driver of the tensor parallel group is gone: {error}") from error
             self._num_orders += 1
             return order
+
+    def _connect(self, hosts: list[str], timeout: timedelta) -> tuple[TCPStore, TCPStore]:
+        """Two connections to a store of the driver's; on loopback where all ranks share a machine."""
+        bind_to, name = (LOOPBACK, LOOPBACK) if self.num_on_machine == self.size else ("", hosts[0])
+        listener = socket.create_server((bind_to, 0)) if self.is_driver else None
+        port = self.same(listener.getsockname()[1] if listener is not None else 0)
+        first = open_store((name, port), listener, num_ranks=self.size, timeout=timeout)
+        return first, open_store((name, port), None, num_ranks=self.size, timeout=timeout)
 
 
 class DriverRunner:
@@ -139,6 +217,7 @@ class DriverRunner:
         self._runner = runner
         self._ranks = ranks
         self._num_pauses = 0
+        self._is_joint = False
 
     def launch(self, plan: StepPlan) -> StepHandle:
         self._ranks.send(Order(Verb.STEP, plan))
@@ -148,9 +227,15 @@ class DriverRunner:
         """Lets the pauses of the other ranks begin."""
         self._ranks.send(Order(Verb.PARK))
 
+    def share_pause(self) -> None:
+        """Makes the pause that the caller holds one that all ranks enter; without it they only wait for orders."""
+        self._is_joint = True
+
     def unpark(self) -> None:
-        """Waits until the other ranks have left theirs, or their weights would be half changed."""
-        self._ranks.wait_for_pauses_left(self._num_pauses)
+        """Waits until the other ranks have left a shared pause, or their weights would be half changed."""
+        if self._is_joint:
+            self._ranks.wait_for_pauses_left(self._num_pauses)
+        self._is_joint = False
         self._num_pauses += 1
 
     def close(self) -> None:
@@ -165,41 +250,19 @@ def rank_group_of(model: PreTrainedModel, *, timeout_s: float | None) -> RankGro
     return RankGroup(timeout_s=timeout_s)
 
 
-def _make_store(group: dist.ProcessGroup, *, rank: int, size: int, timeout: timedelta) -> TCPStore:
-    """A store of the driver's, on a free port that it tells the others; on loopback where all ranks share a machine."""
-    hosts: list[str] = [""] * size
-    dist.all_gather_object(hosts, socket.gethostname(), group=group)
-    bind_to, name = ("127.0.0.1", "127.0.0.1") if len(set(hosts)) == 1 else ("", hosts[0])
-    port = [0]
-    if rank == 0:
-        listener = socket.create_server((bind_to, 0))
-        port[0] = listener.getsockname()[1]
-    dist.broadcast_object_list(port, src=0, group=group)
-    if rank != 0:
-        return TCPStore(name, port[0], size, is_master=False, timeout=timeout)
-    return TCPStore(
-        name,
-        port[0],
-        size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-
-
 def encode(order: Order) -> str:
     """Gives an order as JSON: the store is open to the network, and reading a pickle would run what it says."""
     rows = [
         [row.request.request_id, row.start, row.token_ids, row.block_tables, row.samples] for row in order.plan.rows
     ]
     copies = [[[copy.kind.value, copy.source, copy.target] for copy in group] for group in order.plan.copies]
-    return json.dumps([order.verb.value, rows, copies])
+    task = order.task and astuple(order.task)
+    return json.dumps([order.verb.value, rows, copies, task])
 
 
 def decode(text: bytes) -> Order:
     """Gives back what `encode` took; the requests are nameplates, since only the driver samples."""
-    verb, rows, copies = json.loads(text)
+    verb, rows, copies, task = json.loads(text)
     plan = StepPlan(
         rows=[
             PlannedRow(
@@ -213,4 +276,4 @@ def decode(text: bytes) -> Order:
         ],
         copies=[[BlockCopy(CopyKind(kind), source, target) for kind, source, target in group] for group in copies],
     )
-    return Order(Verb(verb), plan)
+    return Order(Verb(verb), plan, task and WeightsTask(Deed(task[0]), *task[1:]))

@@ -11,6 +11,7 @@ from engine.block_pool import BlockCopy
 class PlannedRow:
     """Compute tokens `start` to `end` (exclusive) of one request; `samples` draws the token after them.
 
+    With `is_ahead` its one token is the one that the step before samples, and what `token_ids` has is a stand-in.
     Never written to; not frozen, because that would double what a step spends on making its rows.
     """
 
@@ -19,6 +20,7 @@ class PlannedRow:
     token_ids: list[int]
     block_tables: list[list[int]]
     samples: bool
+    is_ahead: bool = False
     num_tokens: int = field(init=False)
     end: int = field(init=False)
 

@@ -40,7 +40,6 @@ STEP_SHARE = 0.25
 """Of the allowed memory, what the tensors of a step may take before a step gets fewer tokens."""
 
 NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
-    "use_async_batching": (None, False),
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "compile_level": (0,),
@@ -55,17 +54,22 @@ def resolve_config(
     hints: WorkloadHints | None = None,
     *,
     free_bytes: int | None = None,
+    num_sharers: int = 1,
     no_flash: str | None = "no kernels were given",
     no_graphs: str | None = "nothing was given that captures",
+    is_cut: bool = False,
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
-    free_bytes: of the model's device; None looks. no_flash: why flash attention is not used, None where it is;
-    no_graphs likewise for CUDA graphs.
+    free_bytes: of the model's device; None looks. num_sharers: processes that divide this machine's memory evenly, as
+    tensor parallel ranks do. no_flash: why flash attention is not used, None where it is; no_graphs likewise for CUDA
+    graphs. is_cut: the model is one of several tensor parallel ranks.
     """
     _refuse_unavailable(config)
+    steps_in_flight = _steps_in_flight(config, model.device, is_cut=is_cut)
+    num_on_device = num_sharers if model.device.type == "cpu" else 1
     room = MemoryRoom(
-        free_bytes=_free_bytes(model.device) if free_bytes is None else free_bytes,
+        free_bytes=_free_bytes(model.device) // num_on_device if free_bytes is None else free_bytes,
         share=config.max_memory_percent or DEFAULT_MEMORY_SHARES.get(model.device.type, DEFAULT_MEMORY_SHARES["cpu"]),
     )
     shape = describe(model)
@@ -91,10 +95,12 @@ def resolve_config(
         allow_block_sharing=config.allow_block_sharing,
         safety_margin=SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin,
         max_queue_size=config.max_queue_size,
-        target_step_s=CPU_STEP_S if model.device.type == "cpu" else None,
+        # A pause waits for all that is in flight.
+        target_step_s=CPU_STEP_S / steps_in_flight if model.device.type == "cpu" else None,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
         return_logprobs=config.return_logprobs,
         scheduler_type=config.scheduler_type,
+        steps_in_flight=steps_in_flight,
         windows=demand.windows,
         max_blocks_per_request=decode_blocks,
         use_cuda_graph=_graphs(config, decode_blocks=decode_blocks, no_graphs=no_flash or no_graphs),
@@ -102,7 +108,9 @@ def resolve_config(
         kv_padding_interval_size=config.kv_padding_interval_size or DEFAULT_KV_PADDING,
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
         num_host_slots=_host_slots(
-            config, sum(demand.block_bytes), taken_bytes=cache_bytes if model.device.type == "cpu" else 0
+            config,
+            sum(demand.block_bytes) * num_sharers,
+            taken_bytes=cache_bytes * num_sharers if model.device.type == "cpu" else 0,
         ),
     )
 
@@ -112,6 +120,17 @@ def _refuse_unavailable(config: ContinuousBatchingConfig) -> None:
         value = getattr(config, name)
         if value not in accepted:
             raise InvalidRequest(f"{name}={value!r} is not available in this version; leave it at its default", name)
+
+
+def _steps_in_flight(config: ContinuousBatchingConfig, device: torch.device, *, is_cut: bool) -> int:
+    if is_cut and config.use_async_batching:
+        raise InvalidRequest(
+            "use_async_batching=True needs a whole model, and this one is cut over tensor parallel ranks; set it to"
+            " None or False",
+            "use_async_batching",
+        )
+    is_wanted = device.type == "cuda" if config.use_async_batching is None else config.use_async_batching
+    return 2 if is_wanted and not is_cut else 1
 
 
 def _demand(

@@ -6,7 +6,7 @@ https://github.com/huggingface/safetensors (8 bytes of header length, a JSON hea
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from io import FileIO
@@ -61,6 +61,12 @@ class StoredTensor:
                 raise WeightsSourceError(f"{self.file.name} ends inside tensor {self.name}")
             buffer, position = buffer[count:], position + count
         return tensor
+
+
+def files_behind(tensors: Iterable[StoredTensor]) -> str:
+    """Gives names, sizes and times of the files that hold the tensors; the same where two have read the same."""
+    files = {tensor.file.name: tensor.file for tensor in tensors}
+    return " ".join(f"{Path(name).name}:{_fingerprint(file)}" for name, file in sorted(files.items()))
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import WeightsInvalid
-from engine.weights.folder import StoredTensor, open_folder
+from engine.weights.cutting import Cut, cut_of, part_of
+from engine.weights.folder import StoredTensor, files_behind, open_folder
 from engine.weights.naming import Recipe, plan_recipes
 from engine.weights.staged import StagedWeights
 
@@ -18,8 +19,13 @@ _NUM_NAMES_SHOWN = 3
 
 @dataclass(slots=True)
 class _Slot:
-    """One storage of the model: the tensors that hold it with their names (several where tied), and the new one."""
+    """One storage of the model: the tensors that hold it with their names (several where tied), and the new one.
 
+    Of a parameter that is cut over ranks, `shape` is the whole one's; the holders and the new one are the part here.
+    """
+
+    shape: torch.Size
+    cut: Cut | None
     holders: list[Tensor] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     is_optional: bool = False
@@ -62,12 +68,29 @@ def stage_weights(model: PreTrainedModel, path: str, *, cast: bool = False) -> S
     Raises WeightsSourceError when the folder cannot be read and WeightsInvalid, which names the first few tensors of a
     kind, when one is missing, extra, of another shape or dtype, or not finite.
     """
-    if getattr(model, "is_quantized", False):
-        raise WeightsInvalid("the model is quantized, and its weights cannot be replaced; load it unquantized")
     if getattr(model, "tp_size", None):
         raise WeightsInvalid(
-            "the model is cut over tensor parallel ranks; change its weights inside pause() on each rank"
+            "the model is cut over tensor parallel ranks, which take new weights together; call stage_weights() of the"
+            " driver's manager"
         )
+    return StagedWeights(read_part(model, path, cast=cast).pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has read. pairs: of a tensor that lies on it and the new one; source: which files they are from."""
+
+    pairs: list[tuple[Tensor, Tensor]]
+    source: str
+
+
+def read_part(model: PreTrainedModel, path: str, *, cast: bool = False) -> Part:
+    """Gives what `stage_weights` stages, and of a model that is cut over ranks the part of this one.
+
+    Every rank reads and checks the whole folder.
+    """
+    if getattr(model, "is_quantized", False):
+        raise WeightsInvalid("the model is quantized, and its weights cannot be replaced; load it unquantized")
     slots = _slots_of(model)
     problems = _Problems(path)
     with open_folder(path) as stored, torch.no_grad():
@@ -79,8 +102,9 @@ def stage_weights(model: PreTrainedModel, path: str, *, cast: bool = False) -> S
         for recipe in recipes:
             _read(model, recipe, stored, slots, problems)
         problems.raise_if_any()
+        source = files_behind(stored.values())
     staged = ((slot, slot.staged) for slot in _distinct(slots) if slot.staged is not None)
-    return StagedWeights((holder, tensor) for slot, tensor in staged for holder in slot.holders)
+    return Part([(holder, tensor) for slot, tensor in staged for holder in slot.holders], source)
 
 
 def _slots_of(model: PreTrainedModel) -> dict[str, _Slot]:
@@ -89,10 +113,11 @@ def _slots_of(model: PreTrainedModel) -> dict[str, _Slot]:
     by_storage: dict[object, _Slot] = {}
     slots = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) if tensor.numel() else id(tensor)
-        slot = by_storage.setdefault(key, _Slot())
-        if not any(tensor is holder for holder in slot.holders):
-            slot.holders.append(tensor)
+        part = part_of(tensor)
+        key = (part.data_ptr(), part.shape, part.stride(), part.dtype) if part.numel() else id(part)
+        slot = by_storage.setdefault(key, _Slot(tensor.shape, cut_of(name, tensor)))
+        if not any(part is holder for holder in slot.holders):
+            slot.holders.append(part)
         slot.names.append(name)
         slot.is_optional = name not in parameters and optional.search(name) is not None
         slots[name] = slot
@@ -128,12 +153,12 @@ def _check_names(
 def _check_metadata(
     recipe: Recipe, stored: Mapping[str, StoredTensor], slots: Mapping[str, _Slot], problems: _Problems, *, cast: bool
 ) -> None:
-    wanted = slots[recipe.targets[0]].current
+    slot = slots[recipe.targets[0]]
     for name in recipe.source_names:
-        if not cast and stored[name].dtype != wanted.dtype:
-            problems.add("of another dtype", name, f"{stored[name].dtype}, must be {wanted.dtype}")
-        if recipe.converter is None and stored[name].shape != wanted.shape:
-            problems.add("of another shape", name, f"{list(stored[name].shape)}, must be {list(wanted.shape)}")
+        if not cast and stored[name].dtype != slot.current.dtype:
+            problems.add("of another dtype", name, f"{stored[name].dtype}, must be {slot.current.dtype}")
+        if recipe.converter is None and stored[name].shape != slot.shape:
+            problems.add("of another shape", name, f"{list(stored[name].shape)}, must be {list(slot.shape)}")
 
 
 def _read(
@@ -147,13 +172,16 @@ def _read(
     tensors = {name: stored[name].read().to(dtype) for name in recipe.source_names}
     for name, tensor in recipe.convert(model, tensors).items():
         slot = slots[name]
-        if tensor.shape != slot.current.shape:
-            problems.add("of another shape", name, f"{list(tensor.shape)}, must be {list(slot.current.shape)}")
-        elif not _is_finite(tensor):
+        if tensor.shape != slot.shape:
+            problems.add("of another shape", name, f"{list(tensor.shape)}, must be {list(slot.shape)}")
+            continue
+        if not _is_finite(tensor):
             problems.add("not finite", name)
-        elif slot.staged is None:
-            slot.staged, slot.staged_name = tensor.contiguous().to(slot.current.device), name
-        elif not torch.equal(slot.staged, tensor.to(slot.current.device)):
+            continue
+        part = (tensor.contiguous() if slot.cut is None else slot.cut.take(tensor)).to(slot.current.device)
+        if slot.staged is None:
+            slot.staged, slot.staged_name = part, name
+        elif not torch.equal(slot.staged, part):
             problems.add("tied in the model and different here", name, f"tied to {slot.staged_name}")
 
 

@@ -8,28 +8,32 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
 
 from engine import (
     ContinuousBatchingConfig,
     ContinuousBatchingManager,
     EngineDead,
     SamplingParams,
+    WeightsError,
     WeightsInvalid,
     generate_batch,
     init_continuous_batching,
+    load_model,
     stage_weights,
 )
+from engine.weights import read_part
 
 PROMPTS = [list(range(1, 40)), [5, 6, 7], [*range(1, 40), 9], [200]]
 TIMEOUT_S = 15.0
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=12, eos_token_ids=())
+CUT_FAMILIES = ("llama_tied", "mixtral", "qwen2", "phi3", "gpt_neox", "gpt_oss", "deepseek_v3")
+"""Every way that transformers' plans cut a parameter: by rows, by columns, in groups, not at all."""
 
 
 def main(folder: str, scenario: str, result: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, tp_plan="auto")
+    model = load_model(folder, tensor_parallel_size=2)
     config = ContinuousBatchingConfig(page_size=16, num_blocks=12, max_batch_tokens=40, cpu_group_timeout=TIMEOUT_S)
     manager = init_continuous_batching(model, continuous_batching_config=config)
     manager.start()
@@ -39,7 +43,7 @@ def main(folder: str, scenario: str, result: str) -> None:
         found["tokens"] = [manager.get_result(name, timeout=60).generated_tokens for name in ids]
     else:
         assert ids == [None] * len(PROMPTS)
-    found |= {"pause": pause, "cancel": cancel, "batch": batch, "death": die}[scenario](manager)
+    found |= {"pause": pause, "cancel": cancel, "batch": batch, "death": die, "swap": swap}[scenario](manager)
     if manager.is_driver:
         Path(result).write_text(json.dumps(found))
     if scenario == "death":
@@ -86,6 +90,63 @@ def batch(manager: ContinuousBatchingManager) -> dict[str, object]:
     except WeightsInvalid as error:
         return {"batch": [output.generated_tokens for output in results.values()], "stage": str(error)}
     return {}
+
+
+def swap(manager: ContinuousBatchingManager) -> dict[str, object]:
+    """The driver brings new weights to all ranks, or to none."""
+    root = Path(sys.argv[1])
+    found: dict[str, object] = {"wrongly_cut": wrongly_cut(root)}
+    # Beside the collectives of the model, which the loops use meanwhile.
+    meeting = dist.new_group(backend="gloo")
+    # The other rank finds no folder "alone", and another one under "mixed".
+    os.chdir(root / ("here" if manager.is_driver else "there"))
+    if manager.is_driver:
+        found |= {name: refusal(manager, name) for name in ("../corrupt", "alone", "mixed")}
+        found["unchanged"] = ask(manager)
+        staged = manager.stage_weights("../second")
+    dist.barrier(meeting)
+    norm = manager.model.model.norm.weight
+    held = norm.data
+    if not manager.is_driver:
+        norm.data = held.double()
+    dist.barrier(meeting)
+    if manager.is_driver:
+        try:
+            manager.commit_weights(staged)
+        except WeightsError as error:
+            found["uncommitted"] = str(error)
+    dist.barrier(meeting)
+    norm.data = held
+    dist.barrier(meeting)
+    if not manager.is_driver:
+        return {}
+    found |= {"still": ask(manager), "still_version": manager.weight_version}
+    manager.commit_weights(staged, version=7)
+    staged.discard()
+    return found | {"after": ask(manager), "version": manager.weight_version}
+
+
+def wrongly_cut(root: Path) -> list[str]:
+    """What staging gives for a folder, where that is not what loading it gives."""
+    wrong = []
+    for family in CUT_FAMILIES:
+        model = load_model(str(root / family), tensor_parallel_size=2)
+        pairs = read_part(model, str(root / family)).pairs
+        wrong += [f"{family} {tuple(held.shape)}" for held, spare in pairs if not torch.equal(held, spare)]
+    return wrong
+
+
+def refusal(manager: ContinuousBatchingManager, path: str) -> str:
+    """The error that staging raises."""
+    try:
+        manager.stage_weights(path)
+    except WeightsError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def ask(manager: ContinuousBatchingManager) -> list[int]:
+    return manager.get_result(manager.add_request(PROMPTS[0], sampling=GREEDY), timeout=60).generated_tokens
 
 
 def die(manager: ContinuousBatchingManager) -> dict[str, object]:

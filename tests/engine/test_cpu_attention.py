@@ -10,11 +10,11 @@ from torch import Tensor
 from engine.active_request import ActiveRequest
 from engine.attention import sdpa
 from engine.attention.cpu import DecodeKernel, find_decode_kernel
-from engine.attention.cpu_kernel import exponential
 from engine.attention.sdpa import LayerRules
 from engine.attention.step import LayerView
 from engine.batch import build_batch
 from engine.config import ResolvedConfig
+from engine.jit import exponential
 from engine.kv_cache import KVCache, LayerShape
 from engine.plan import PlannedRow
 from engine.request import SamplingParams

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from engine import ContinuousBatchingManager, InvalidRequest, StagedWeights, stage_weights
 from engine.packed_weights import MAX_ROWS, PackedWeights, pack_weights
+from engine.stand_ins import in_use
 
 PROMPTS = [prompt_of(length, seed=4) for length in (3, 20, 45)]
 NUM_NEW = 10
@@ -45,7 +46,7 @@ def test_every_family_computes_the_same(family: str) -> None:
     model = tiny_model(family)
     packed = packed_of(model)
     expected = logits_of(model)
-    with packed.in_use():
+    with in_use(packed.stand_ins()):
         found = logits_of(model)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -57,7 +58,7 @@ def test_any_number_of_rows_goes(num_tokens: int, num_threads: int) -> None:
     model = tiny_model("llama")
     packed = packed_of(model)
     expected = logits_of(model, num_tokens)
-    with packed.in_use():
+    with in_use(packed.stand_ins()):
         torch.testing.assert_close(logits_of(model, num_tokens), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -65,7 +66,7 @@ def test_the_model_is_its_owners_again_after_each_use() -> None:
     model = tiny_model("llama")
     packed = packed_of(model)
     before = [sorted(vars(module)) for module in model.modules()]
-    with pytest.raises(RuntimeError), packed.in_use():
+    with pytest.raises(RuntimeError), in_use(packed.stand_ins()):
         raise RuntimeError
     assert [sorted(vars(module)) for module in model.modules()] == before
 
@@ -83,7 +84,7 @@ def test_a_layer_with_a_way_of_its_own_is_left_alone() -> None:
     mlp.gate_proj.forward = lambda rows: rows @ mlp.gate_proj.weight.T * 3
     packed = packed_of(model)
     expected = logits_of(model)
-    with packed.in_use():
+    with in_use(packed.stand_ins()):
         torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
     assert "forward" in vars(mlp.gate_proj)
 
@@ -97,7 +98,7 @@ def test_a_tensor_that_took_the_place_of_a_weight_is_what_counts() -> None:
     for refreshed in (False, True):
         if refreshed:
             packed.refresh()
-        with packed.in_use():
+        with in_use(packed.stand_ins()):
             torch.testing.assert_close(logits_of(model), logits_of(new), rtol=1e-4, atol=1e-4)
 
 
@@ -111,7 +112,7 @@ def test_a_swap_finds_its_copies_made(tmp_path: Path) -> None:
     packed.refresh()
     assert packed._packed.items() <= known.items(), "a pause would have packed weights"
     assert len(packed._packed) < len(known), "the old copies are still there"
-    with packed.in_use():
+    with in_use(packed.stand_ins()):
         torch.testing.assert_close(logits_of(model), logits_of(new), rtol=1e-4, atol=1e-4)
 
 

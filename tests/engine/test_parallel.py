@@ -9,15 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from rank_program import PROMPTS
+from rank_program import CUT_FAMILIES, PROMPTS
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 
+from engine import UnsupportedModel, load_model
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy, CopyKind
-from engine.parallel import Order, Verb, decode, encode
+from engine.parallel import Deed, Order, Verb, WeightsTask, decode, encode
 from engine.plan import PlannedRow, StepPlan
 from engine.request import SamplingParams
+from engine.weights.cutting import Cut
 from tests.ports import free_port
 
 PROGRAM = Path(__file__).parent / "rank_program.py"
@@ -76,6 +79,57 @@ def test_a_batch_has_its_results_at_the_driver_and_staging_is_refused_by_name(fo
     assert "tensor parallel" in found["stage"]
 
 
+def test_new_weights_reach_every_rank_or_none(folder: Path) -> None:
+    for family in CUT_FAMILIES:
+        tiny_model(family, seed=3).save_pretrained(folder / family)
+    for name in ("second", "here/alone", "here/mixed", "there/mixed"):
+        tiny_model("llama", seed=2).save_pretrained(folder / name)
+    second = load_file(folder / "second" / "model.safetensors")
+    second["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    (folder / "corrupt").mkdir()
+    save_file(second, folder / "corrupt" / "model.safetensors")
+    found = run_ranks(folder, "swap")
+    assert found["wrongly_cut"] == []
+    assert "not finite: model.layers.1.mlp.up_proj.weight" in found["../corrupt"]
+    assert found["alone"].startswith("WeightsSourceError: rank 1: there is no folder alone")
+    assert found["mixed"].startswith("WeightsSourceError: rank 1 read other files than the driver")
+    assert "rank 1: the model was moved or changed" in found["uncommitted"]
+    old = greedy(tiny_model("llama"), PROMPTS[0])
+    assert found["unchanged"] == found["still"] == old
+    assert found["still_version"] == 1
+    assert found["after"] == greedy(tiny_model("llama", seed=2), PROMPTS[0]) != old
+    assert found["version"] == 7
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "message"),
+    [
+        ("llama", 4, "its 2 key-value heads do not divide evenly among 4 tensor parallel ranks"),
+        ("gpt2", 2, "transformers has no tensor parallel plan for it"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_before_it_is_read(
+    family: str, size: int, message: str, tmp_path: Path
+) -> None:
+    tiny_model(family).config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=message):
+        load_model(str(tmp_path), tensor_parallel_size=size)
+
+
+def test_a_model_is_not_cut_over_ranks_that_are_not_there(folder: Path) -> None:
+    with pytest.raises(ValueError, match="this process is one of 1 ranks"):
+        load_model(str(folder), tensor_parallel_size=2)
+
+
+def test_parts_are_cut_as_torch_chunks() -> None:
+    whole = torch.arange(24).reshape(6, 4)
+    assert torch.equal(Cut(0, 1, rank=1, num_ranks=2).take(whole), whole[3:])
+    assert torch.equal(Cut(0, 2, rank=1, num_ranks=2).take(whole), whole[[2, 5]])
+    assert torch.equal(Cut(1, 1, rank=2, num_ranks=3).take(whole), whole[:, 4:])
+    parts = [Cut(0, 1, rank=rank, num_ranks=4).take(whole) for rank in range(4)]
+    assert [len(part) for part in parts] == [2, 2, 2, 0]
+
+
 def test_a_dead_rank_ends_the_group_with_a_clear_error(folder: Path) -> None:
     found = run_ranks(folder, "death")
     assert "a rank of the tensor parallel group is gone" in found["error"]
@@ -85,7 +139,10 @@ def test_an_order_survives_its_journey() -> None:
     request = ActiveRequest("a", [1, 2, 3], SamplingParams(), created_time=0.0)
     row = PlannedRow(request, 1, [2, 3], [[4], [5]], samples=True)
     order = Order(Verb.STEP, StepPlan([row], [[BlockCopy(CopyKind.TO_HOST, 1, 2)], []]))
+    task = WeightsTask(Deed.STAGE, 3, 3, "/some/folder", cast=True)
+    assert decode(encode(Order(Verb.WEIGHTS, task=task)).encode()).task == task
     there = decode(encode(order).encode())
+    assert there.task is None
     assert (there.verb, there.plan.copies) == (order.verb, order.plan.copies)
     (copy,) = there.plan.rows
     assert (copy.start, copy.token_ids, copy.block_tables, copy.samples) == (1, [2, 3], [[4], [5]], True)

@@ -1,0 +1,142 @@
+"""New weights for a model that is cut over ranks: read by all of them, and taken by all or by none.
+
+The driver asks and the other ranks answer. They read beside generation, as the driver does, and exchange between two
+steps, while the driver holds its loop still.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.errors import EngineDead, WeightsError, WeightsInvalid, WeightsSourceError
+from engine.parallel import Answer, Deed, RankGroup, WeightsTask
+from engine.weights import Part, StagedWeights, read_part
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsOfRanks(StagedWeights):
+    """What all ranks have staged, in the hands of the driver: each of its deeds is done on every rank.
+
+    Invariant: outside of a call all ranks are in the same state, unless one is gone, which ends the engine.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], ranks: RankGroup, *, number: int) -> None:
+        """Takes the driver's own part, and the number under which the others have theirs."""
+        super().__init__(pairs)
+        self._ranks = ranks
+        self._number = number
+
+    def commit(self, *, in_place: bool = False) -> None:
+        super().commit(in_place=in_place)
+        try:
+            self._everywhere_else(Deed.COMMIT, in_place=in_place)
+        except BaseException:
+            super().rollback()
+            with self._ranks.asking:
+                # Nobody waits for the answers: a rank that is late obeys in order, and one that is gone never does.
+                self._ranks.ask(Deed.ROLLBACK, staged=self._number)
+            raise
+
+    def rollback(self) -> None:
+        super().rollback()
+        self._everywhere_else(Deed.ROLLBACK)
+
+    def discard(self) -> None:
+        super().discard()
+        self._everywhere_else(Deed.DISCARD)
+
+    def _everywhere_else(self, deed: Deed, *, in_place: bool = False) -> None:
+        with self._ranks.asking:
+            _raise_first(self._ranks.answers(self._ranks.ask(deed, staged=self._number, in_place=in_place)))
+
+
+def stage_on_ranks(model: PreTrainedModel, path: str, ranks: RankGroup, *, cast: bool = False) -> WeightsOfRanks:
+    """Gives new weights, staged on every rank; where one cannot take them, none keeps any and its error is raised.
+
+    The driver calls it. Raises what `stage_weights` raises, and EngineDead when a rank does not answer.
+    """
+    with ranks.asking:
+        number = ranks.ask(Deed.STAGE, path=path, cast=cast)
+        try:
+            part = _read_everywhere(lambda: read_part(model, path, cast=cast), ranks, number)
+        except EngineDead:
+            raise
+        except BaseException:
+            ranks.answers(ranks.ask(Deed.DISCARD, staged=number))
+            raise
+    return WeightsOfRanks(part.pairs, ranks, number=number)
+
+
+class RankWeights:
+    """What a rank that is not the driver has staged, by number; it answers each task exactly once."""
+
+    def __init__(self, model: PreTrainedModel, ranks: RankGroup) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._staged: dict[int, StagedWeights] = {}
+
+    def obey(self, task: WeightsTask) -> None:
+        """Does what the driver wants; called between two steps, which go on while weights are read."""
+        if task.deed is Deed.STAGE:
+            threading.Thread(target=self._answer, args=(task,), name="pitstop-staging", daemon=True).start()
+        else:
+            self._answer(task)
+
+    def _answer(self, task: WeightsTask) -> None:
+        rank = self._ranks.rank
+        try:
+            answer = Answer(rank, self._do(task))
+        except Exception as error:  # noqa: BLE001  # the driver raises it
+            logger.warning("weights refused deed=%s error=%r", task.deed, str(error))
+            answer = Answer(rank, error=(type(error).__name__, str(error), getattr(error, "tensor", None)))
+        self._ranks.answer(task.number, answer)
+
+    def _do(self, task: WeightsTask) -> str:
+        if task.deed is Deed.STAGE:
+            part = read_part(self._model, task.path, cast=task.cast)
+            self._staged[task.staged] = StagedWeights(part.pairs)
+            return part.source
+        staged = self._staged.get(task.staged)
+        if task.deed is Deed.COMMIT:
+            if staged is None:
+                raise WeightsError(f"nothing is staged here under number {task.staged}")
+            staged.commit(in_place=task.in_place)
+        elif staged is not None and task.deed is Deed.ROLLBACK:
+            staged.rollback()
+        elif staged is not None:
+            staged.discard()
+            del self._staged[task.staged]
+        return ""
+
+
+def _read_everywhere(read: Callable[[], Part], ranks: RankGroup, number: int) -> Part:
+    try:
+        part = read()
+    finally:
+        # Also where it failed here: the others can drop theirs only when they have come to an end.
+        answers = ranks.answers(number)
+    _raise_first(answers)
+    for answer in answers:
+        if answer.source != part.source:
+            raise WeightsSourceError(
+                f"rank {answer.rank} read other files than the driver ({answer.source}, not {part.source}); stage them"
+                " again when they are complete and the same for all ranks"
+            )
+    return part
+
+
+def _raise_first(answers: Iterable[Answer]) -> None:
+    for answer in answers:
+        if answer.error is None:
+            continue
+        kind, message, tensor = answer.error
+        message = f"rank {answer.rank}: {message}"
+        if kind == WeightsInvalid.__name__:
+            raise WeightsInvalid(message, tensor=tensor)
+        if kind == WeightsSourceError.__name__:
+            raise WeightsSourceError(message)
+        raise WeightsError(f"{message} ({kind})")
