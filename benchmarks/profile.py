@@ -167,7 +167,7 @@ class Clocks:
             stack.enter_context(self._around(engine.model_runner, "run_attention", ATTENTION, is_maker=True))
             stack.enter_context(self._around(KVCache, "read", CACHE_READ))
             stack.enter_context(self._around(KVCache, "write", CACHE_WRITE))
-            stack.enter_context(self._around(RowSampler, "sample", SAMPLING))
+            stack.enter_context(self._around(RowSampler, "draw", SAMPLING))
             yield
 
     @contextmanager

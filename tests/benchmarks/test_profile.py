@@ -3,7 +3,25 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.profile import ATTENTION, LAYERS, MODEL, REST, STEP, Shape, count_flops, report, shape_of, split
+from benchmarks.peers.ours import generate_all
+from benchmarks.profile import (
+    ATTENTION,
+    BATCH,
+    CACHE_WRITE,
+    LAYERS,
+    MODEL,
+    REST,
+    SAMPLING,
+    STEP,
+    VOCABULARY,
+    Clocks,
+    Shape,
+    count_flops,
+    report,
+    shape_of,
+    split,
+)
+from engine import ContinuousBatchingConfig, continuous_batching_context_manager
 
 
 def tiny_model() -> LlamaForCausalLM:
@@ -49,3 +67,21 @@ def test_a_part_that_no_clock_saw_is_told() -> None:
     table = report({LAYERS: 0.0, ATTENTION: 2.0}, {LAYERS: 1e9, ATTENTION: 4e9}, 4e9)
     assert "| matrix products of the layers | 0.00 | 0.0 % | 1 | not seen | not seen |" in table
     assert "| attention | 2.00 | 100.0 % | 4 | 2.0 | 50 % |" in table
+
+
+def test_every_part_of_the_engine_has_its_clock() -> None:
+    """Or a part that was moved would be reported as free."""
+    model, clocks = tiny_model(), Clocks()
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=8)
+    # The manager stops last: its thread is then done with the last step's clock.
+    with (
+        continuous_batching_context_manager(model, continuous_batching_config=config) as manager,
+        clocks.on_engine(model),
+    ):
+        generate_all(manager, [[1, 2, 3], [4, 5]], 4)
+    steps = clocks.counts[MODEL]
+    assert steps > 0
+    assert clocks.counts[STEP] == clocks.counts[BATCH] == clocks.counts[VOCABULARY] == clocks.counts[SAMPLING] == steps
+    assert clocks.counts[LAYERS] == 2 * 7 * steps
+    assert clocks.counts[ATTENTION] == clocks.counts[CACHE_WRITE] == 2 * steps
+    assert all(seconds >= 0 for seconds in split(clocks.spent, clocks.spent[STEP]).values())
