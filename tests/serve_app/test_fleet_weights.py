@@ -56,7 +56,7 @@ class Fleet:
 
     def __init__(self, managers: list[ContinuousBatchingManager], base: str) -> None:
         self.followers = {
-            name: WeightFollower(manager, manager.model, replica_id=name, base_path=base)
+            name: WeightFollower(manager, replica_id=name, base_path=base)
             for name, manager in zip("ab", managers, strict=True)
         }
         self.cut_off: set[str] = set()
