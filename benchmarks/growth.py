@@ -25,7 +25,7 @@ from engine.generation_defaults import GenerationDefaults
 from engine.kv_cache import KVCache, LayerShape
 from engine.loop import GenerationLoop
 from engine.outbox import Outbox
-from engine.plan import SampledToken, StepPlan
+from engine.plan import FinishedStep, SampledToken, StepPlan
 from engine.request import GenerationOutput, SamplingParams
 from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
@@ -73,10 +73,10 @@ class NoModel:
         self._device = torch.device("cpu")
         self._cache = KVCache([LayerShape(1, 1, 1, 1)], config, dtype=torch.float32, device=self._device)
 
-    def run(self, plan: StepPlan) -> dict[str, SampledToken]:
+    def launch(self, plan: StepPlan) -> FinishedStep:
         """Gives a token for each row that samples."""
         batch = build_batch(plan.rows, self._cache, self._config.windows, self._device)
-        return {row.request.request_id: SampledToken(7) for row in batch.sampling_rows}
+        return FinishedStep({row.request.request_id: SampledToken(7) for row in batch.sampling_rows})
 
 
 class EngineSide:
@@ -92,6 +92,7 @@ class EngineSide:
             runner=NoModel(config),
             outbox=self._outbox,
             budget=StepBudget(max_batch_tokens=config.max_batch_tokens, target_step_s=None),
+            depth=1,
         )
         self._loop.mark_started()
         self.last_outputs: list[GenerationOutput] = []

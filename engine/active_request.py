@@ -16,8 +16,8 @@ from engine.request import (
 class ActiveRequest:
     """One request from submission to its terminal output.
 
-    Invariant: 0 <= num_computed <= num_tokens, and the blocks hold keys and values of the first num_computed tokens, as
-    far as later tokens can see them.
+    Invariant: 0 <= num_computed <= num_tokens + num_pending, and when the steps in flight have run, the blocks hold
+    keys and values of the first num_computed tokens, as far as later tokens can see them.
     `sampling` is filled from the generation config; what is None there is off. Prefill, prefix hits, preemption and
     resumption are all num_computed catching up with num_tokens.
     """
@@ -46,6 +46,11 @@ class ActiveRequest:
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     num_computed: int = 0
+    """Tokens that steps have computed or, in flight, are computing."""
+    num_pending: int = 0
+    """Tokens that steps in flight will sample: they have their place, and no name yet."""
+    num_in_flight: int = 0
+    """Rows of steps in flight."""
     block_tables: list[list[int]] = field(default_factory=list)
     """By block group, the blocks that hold its tokens."""
     digests: list[bytes] = field(default_factory=list)
@@ -78,7 +83,7 @@ class ActiveRequest:
 
     @property
     def num_to_compute(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def max_new_tokens(self) -> int:

@@ -13,6 +13,7 @@ from engine.attention.flash import FlashView
 from engine.attention.step import AttentionStep, DecodeGroup, LayerView, PromptChunk
 from engine.kv_cache import KVCache
 from engine.plan import PlannedRow
+from engine.transfer import to_device
 
 GROUP_STRETCH = 1.5
 """Rows of a decode group differ in length by this factor at most: they are padded to the longest, and each group costs
@@ -45,8 +46,8 @@ def build_batch(
 ) -> Batch:
     """Packs single-token rows by length, then the prompt chunks, and clears chunks entered for the first time.
 
-    windows: how far back the layers of each block group look. reads_in_place: attention copies no keys, so rows of any
-    length share a group.
+    windows: how far back the layers of each block group look. reads_in_place: attention copies no keys and looks at no
+    token behind a row's end, so rows of any length share a group and nothing is cleared.
     """
     singles = sorted((row for row in planned if row.num_tokens == 1), key=attrgetter("end"))
     chunked = [row for row in planned if row.num_tokens > 1]
@@ -60,10 +61,10 @@ def build_batch(
     positions += [np.arange(row.start, row.end) for row in chunked]
     return Batch(
         rows=rows,
-        input_ids_1T=_to_device([token for row in rows for token in row.token_ids], device)[None],
-        position_ids_1T=_to_device(np.concatenate(positions), device)[None],
+        input_ids_1T=to_device([token for row in rows for token in row.token_ids], device)[None],
+        position_ids_1T=to_device(np.concatenate(positions), device)[None],
         sampling_rows=[row for row in rows if row.samples],
-        last_tokens_L=_to_device([end - 1 for row, end in zip(rows, ends, strict=True) if row.samples], device),
+        last_tokens_L=to_device([end - 1 for row, end in zip(rows, ends, strict=True) if row.samples], device),
         step=AttentionStep(views=views, group_of_layer=cache.group_of_layer),
     )
 
@@ -97,13 +98,13 @@ class _View:
         # A single token enters a chunk when it is its first.
         fresh = [slot // chunk for slot in slots if slot % chunk == 0] if chunk > 1 else []
         fresh += [entered for row in chunked for entered in self._fresh_chunk(row)]
-        if fresh:
-            self.cache.clear(group, _to_device(fresh, self.device))
+        if fresh and not self.reads_in_place:
+            self.cache.clear(group, to_device(fresh, self.device))
         all_slots = [np.array(slots, dtype=np.int64), *(row_slots(row, group, page) for row in chunked)]
         return LayerView(
             cache=self.cache,
             window=self.window,
-            slots_T=_to_device(np.concatenate(all_slots), self.device),
+            slots_T=to_device(np.concatenate(all_slots), self.device),
             groups=self._decode_groups(singles),
             chunks=[self._prompt_chunk(row, end) for row, end in zip(chunked, ends[len(singles) :], strict=True)],
         )
@@ -118,11 +119,11 @@ class _View:
             DecodeGroup(
                 start=start,
                 end=end,
-                chunk_ids=_to_device(
+                chunk_ids=to_device(
                     self._padded_ids(singles[start:end], first_R[start:end], num_R[start:end]), self.device
                 ),
-                first_R=_to_device(first_R[start:end] * self.cache.chunk_tokens, self.device),
-                lengths_R=_to_device(ends_R[start:end], self.device),
+                first_R=to_device(first_R[start:end] * self.cache.chunk_tokens, self.device),
+                lengths_R=to_device(ends_R[start:end], self.device),
             )
             for start, end in self._length_groups(num_R.tolist())
         ]
@@ -169,7 +170,7 @@ class _View:
             end=end,
             context=row.start,
             first=first * self.cache.chunk_tokens,
-            chunk_ids=_to_device(self._seen_ids(row, first), self.device) if row.start > 0 else None,
+            chunk_ids=to_device(self._seen_ids(row, first), self.device) if row.start > 0 else None,
         )
 
     def _seen_ids(self, row: PlannedRow, first: int) -> np.ndarray:
@@ -185,7 +186,3 @@ class _View:
             return []
         block, offset = divmod(index, self.cache.chunks_per_block)
         return [row.block_tables[self.group][block] * self.cache.chunks_per_block + offset]
-
-
-def _to_device(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    return torch.as_tensor(np.asarray(values, dtype=np.int64), device=device)

@@ -43,7 +43,7 @@ class FollowerLoop:
             for order in self._ranks.orders():
                 self._wait_until_left()
                 if order.verb is Verb.STEP:
-                    self._runner.run(order.plan)
+                    self._runner.launch(order.plan).wait()
                 elif order.verb is Verb.PARK:
                     self._park()
                 elif order.task is not None:

@@ -38,7 +38,7 @@ class LayerShape:
 
 
 class KVCache:
-    """Invariant: every chunk that is read holds values of its own request or zeros.
+    """Invariant: what is copied out by `read` holds values of its own request or zeros, by way of `clear`.
 
     So a request that produced NaN leaves none to the next owner of its blocks: zero weight times NaN would be NaN.
     """
@@ -51,15 +51,19 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         tokens_lead: bool = False,
+        has_scratch: bool = False,
     ) -> None:
-        """tokens_lead: keep the heads of a token together, for a backend that asks for `pages`."""
+        """tokens_lead: keep the heads of a token together, for a backend that asks for `pages`. has_scratch: one more
+        block in each pool, for the padding of a step.
+        """
+        self.device = device
         self.page_size = config.page_size
         self.chunk_tokens = gcd(config.page_size, CHUNK_TOKENS)
         self.chunks_per_block = config.page_size // self.chunk_tokens
         self.group_of_layer = [config.group_of(layer.window) for layer in layers]
         self._tokens_lead = tokens_lead
         self._pool_sizes = config.pool_sizes
-        blocks = [config.pool_sizes[group] for group in self.group_of_layer]
+        blocks = [config.pool_sizes[group] + has_scratch for group in self.group_of_layer]
 
         def room(
             shapes: Sequence[tuple[int, int]], num_blocks: Sequence[int], *, on_host: bool = False
@@ -80,6 +84,9 @@ class KVCache:
         slots = [config.num_host_slots] * len(layers)
         self._keys_HNCD, self._values_HNCD = room(key_shapes, blocks), room(value_shapes, blocks)
         self._host_HNCD = [*room(key_shapes, slots, on_host=True), *room(value_shapes, slots, on_host=True)]
+        if has_scratch:  # what is there is never seen, and must not be NaN, which spreads
+            for group, store in zip(self.group_of_layer * 2, [*self._keys_HNCD, *self._values_HNCD], strict=True):
+                self._block(store, self.scratch_block(group)).zero_()
         # Gathers reuse these: fresh memory for each would cost more in page faults than the copy itself.
         self._read_keys = torch.empty(0, dtype=dtype, device=device)
         self._read_values = torch.empty(0, dtype=dtype, device=device)
@@ -125,6 +132,7 @@ class KVCache:
     def chunks(self, layer: int) -> tuple[Tensor, Tensor]:
         """Gives all keys and values of a layer as H x N x C x D, in place."""
         return self._keys_HNCD[layer], self._values_HNCD[layer]
+
     def pages(self, layer: int) -> tuple[Tensor, Tensor]:
         """Gives all keys and values of a layer as B x P x H x D, in place; only where the tokens lead."""
         keys, values = (
@@ -134,7 +142,7 @@ class KVCache:
         return keys, values
 
     def scratch_block(self, group: int) -> int:
-        """Gives the block behind those of a group's pool."""
+        """Gives the block behind those of a group's pool, which no request gets."""
         return self._pool_sizes[group]
 
     def _empty(

@@ -1,7 +1,12 @@
-"""The generation loop: drain the inbox, plan, run, commit, publish; parked between steps while paused."""
+"""The generation loop: drain the inbox, plan, launch, commit, publish; parked while paused, with nothing in flight.
+
+At a depth of two a step is planned and launched while the one before it runs, and that one is committed and published
+while the new one runs.
+"""
 
 import logging
 import threading
+from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
 from time import perf_counter
@@ -11,7 +16,7 @@ from engine.active_request import ActiveRequest
 from engine.errors import DuplicateRequest, EngineDead, EngineStopped, QueueFull
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
-from engine.plan import SampledToken, StepPlan
+from engine.plan import StepHandle, StepPlan
 from engine.request import FinishReason, RequestStatus
 from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
@@ -24,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """What the loop needs of the model: the tokens of a step, by request id."""
+    """What the loop needs of the model: steps run in the order of their launches."""
 
-    def run(self, plan: StepPlan) -> dict[str, SampledToken]: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
 
     def park(self) -> None: ...
 
@@ -47,6 +52,15 @@ class _Cancel:
     request_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step in flight; `started` is when its planning began."""
+
+    plan: StepPlan
+    handle: StepHandle
+    started: float
+
+
 class GenerationLoop:
     """The state that the loop's thread and its callers share. Everything below `_wake` is guarded by it.
 
@@ -60,7 +74,11 @@ class GenerationLoop:
         runner: Runner,
         outbox: Outbox,
         budget: StepBudget,
+        depth: int,
     ) -> None:
+        """depth: how many steps are in flight at most, 1 or 2."""
+        self._depth = depth
+        self._in_flight: deque[_Flight] = deque()
         self._scheduler = scheduler
         self._runner = runner
         self._outbox = outbox
@@ -76,6 +94,7 @@ class GenerationLoop:
         self._stop: StopMode | None = None
         self._is_running = False
         self._step_started: float | None = None
+        self._last_landing = 0.0
         self._num_steps = 0
         self._step_seconds = 0.0
         self._last_step_s = 0.0
@@ -201,6 +220,7 @@ class GenerationLoop:
         try:
             while self._wait_for_work():
                 self._step()
+            self._drain()
         except BaseException as error:  # the only way out that is not a stop: the device is broken, or we have a bug
             logger.exception("generation loop ended")
             self.fatal_error = error
@@ -210,8 +230,10 @@ class GenerationLoop:
     def _wait_for_work(self) -> bool:
         """Takes the inbox in, parks while paused; gives False when it is time to end."""
         while True:
+            if self._num_pauses > 0:
+                self._drain()
             with self._wake:
-                if self._num_pauses > 0:
+                if self._num_pauses > 0 and not self._in_flight:
                     self._park()
                 posted, self._inbox = self._inbox, []
                 num_posted = self._num_in_inbox
@@ -219,7 +241,7 @@ class GenerationLoop:
             self._take_in(posted, num_posted)
             if stop is StopMode.HARD:
                 return False
-            if self._scheduler.has_requests:
+            if self._scheduler.has_requests or self._in_flight:
                 return True
             with self._wake:
                 if self._inbox or self._num_pauses > 0 or self._stop is StopMode.HARD:
@@ -254,20 +276,42 @@ class GenerationLoop:
         self._publish(ended)
 
     def _step(self) -> None:
+        """Launches the next step where there is one, and takes in the oldest where the next has to wait for it."""
+        is_launched = self._launch()
+        if not is_launched or len(self._in_flight) == self._depth:
+            self._land()
+
+    def _launch(self) -> bool:
+        if self._in_flight and self._scheduler.must_drain:
+            return False
         started = perf_counter()
         plan = self._scheduler.plan(self._budget.max_tokens(), started)
-        assert plan.rows, "requests are active, but none can be scheduled"
-        self._step_started = started
-        samples = self._runner.run(plan)
-        self._step_started = None
+        if not plan.rows:
+            assert self._in_flight, "requests are active, but none can be scheduled"
+            return False
+        self._step_started = self._step_started or started
+        self._in_flight.append(_Flight(plan, self._runner.launch(plan), started))
+        return True
+
+    def _land(self) -> None:
+        flight = self._in_flight[0]
+        samples = flight.handle.wait()
+        self._in_flight.popleft()
         now = perf_counter()
-        told = self._scheduler.commit(plan, samples, now)
-        self._last_step_s = now - started
-        self._budget.observe(plan, self._last_step_s)
+        told = self._scheduler.commit(flight.plan, samples, now)
+        # A step that was launched early has run since the one before it ended.
+        self._last_step_s = now - max(flight.started, self._last_landing)
+        self._last_landing = now
+        self._step_started = now if self._in_flight else None
+        self._budget.observe(flight.plan, self._last_step_s)
         self._num_steps += 1
         self._step_seconds += self._last_step_s
         self._refresh_stats()
         self._publish(told)
+
+    def _drain(self) -> None:
+        while self._in_flight:
+            self._land()
 
     def _publish(self, requests: list[ActiveRequest]) -> None:
         outputs = [request.take_output() for request in requests if request.streaming or request.status.is_terminal]
@@ -310,6 +354,7 @@ class GenerationLoop:
             ended = self._scheduler.requests()
             for request in ended:
                 self._end_surely(request, reason)
+            self._abandon_flights()
             self._refresh_stats()
             self._publish(ended)
             self._runner.close()
@@ -318,6 +363,15 @@ class GenerationLoop:
                 self._is_running = False
                 self._wake.notify_all()
             self._outbox.close()
+
+    def _abandon_flights(self) -> None:
+        """Frees what the steps hold that an error left in flight; their requests have ended."""
+        while self._in_flight:
+            plan = self._in_flight.popleft().plan
+            try:
+                self._scheduler.commit(plan, {}, perf_counter())
+            except Exception:
+                logger.exception("books are wrong for a step in flight")
 
     def _end_surely(self, request: ActiveRequest, reason: str) -> None:
         """Ends a request even where an error has left the scheduler's books wrong."""

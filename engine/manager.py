@@ -21,8 +21,9 @@ from engine.errors import (
 )
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
+from engine.graphs import CudaGraphs, GraphMaker
 from engine.host_memory import free_host_bytes
-from engine.loop import GenerationLoop, StopMode
+from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
@@ -35,6 +36,7 @@ from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
 from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
+from engine.step_thread import StepThread
 from engine.submission import RequestFactory
 from engine.weights import StagedWeights, stage_weights
 
@@ -60,8 +62,12 @@ class ContinuousBatchingManager:
         workload_hints: WorkloadHints | None = None,
         *,
         flash: FlashKernels | None = None,
+        graphs: GraphMaker | None = None,
     ) -> None:
-        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it."""
+        """flash: the kernels of flash attention; None takes flash-attn's where it is installed and the GPU runs it.
+
+        graphs: what captures steps; None takes CUDA's on a GPU.
+        """
         check_supported(model)
         self.model = model
         self.generation_config = generation_config
@@ -80,13 +86,12 @@ class ContinuousBatchingManager:
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
         self._rank_weights = RankWeights(model, self._ranks) if self._ranks is not None else None
         free_bytes = free_host_bytes()
-        self._packed = pack_weights(
-            model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes
-        )
+        self._packed = pack_weights(model, wanted=self.continuous_batching_config.pack_weights, free_bytes=free_bytes)
         chosen = choose_flash(
             flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
         )
         self._flash = None if isinstance(chosen, str) else chosen
+        self._graphs = graphs or (CudaGraphs(model.device) if model.device.type == "cuda" else None)
         self.config: ResolvedConfig = resolve_config(
             self.continuous_batching_config,
             model,
@@ -95,6 +100,8 @@ class ContinuousBatchingManager:
             num_sharers=self._ranks.num_on_machine if self._ranks is not None else 1,
             free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
             no_flash=chosen if isinstance(chosen, str) else None,
+            no_graphs=self._why_no_graphs(),
+            is_cut=self._ranks is not None,
         )
         if self._ranks is not None:
             # Each rank sees other free memory; all of them need the same blocks.
@@ -198,7 +205,12 @@ class ContinuousBatchingManager:
             raise ValueError(f"attention {implementation!r} is not one of {', '.join(KNOWN_ATTENTION)}")
 
     def warmup(self) -> None:
-        """Prepares what a first step would otherwise have to; there is nothing to capture without CUDA graphs."""
+        """Captures CUDA graphs, which the first steps would otherwise have to; nothing to do without them."""
+        if self.is_running():
+            with self.pause(weights_changed=False):
+                self._runner.warm_up()
+        else:
+            self._runner.warm_up()
 
     # Requests
 
@@ -244,6 +256,7 @@ class ContinuousBatchingManager:
         for member in (request, *request.children):
             self._stop_strings.prepare(member, tokenizer)
             member.streaming, member.record_timestamps = streaming, record_timestamps
+            member.needs_processors |= self._sampler.sees_tokens
         self._loop.submit(request, max_waiting=self.config.max_queue_size)
         return request.request_id
 
@@ -352,7 +365,9 @@ class ContinuousBatchingManager:
         Where one cannot, none keeps any and its error is raised. Blocks while the folder is read; generation goes on.
         """
         if self._ranks is None:
-            return stage_weights(self.model, path, cast=cast)
+            staged = stage_weights(self.model, path, cast=cast)
+            self.prepare_weights(staged)
+            return staged
         if not self.is_driver:
             raise WeightsError("this rank is not the driver, which stages weights for all ranks")
         if not self.is_running():
@@ -388,14 +403,16 @@ class ContinuousBatchingManager:
             parked = perf_counter()
             self._check_version(version)
             # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
-            staged.commit()
+            # Captured graphs hold the addresses of the weights.
+            in_place = any(self.config.use_cuda_graph)
+            staged.commit(in_place=in_place)
             try:
                 self._change_version(version, in_flight=in_flight)
             except BaseException:
                 staged.rollback()
                 raise
             if self._packed is not None:
-                self._packed.refresh()
+                self._packed.refresh(all_of_them=in_place)
         finally:
             self._leave_pause()
         return perf_counter() - parked
@@ -414,13 +431,14 @@ class ContinuousBatchingManager:
 
     def _make_loop(self) -> GenerationLoop | FollowerLoop:
         ranks = self._ranks
-        runner = ModelRunner(
+        runner = self._runner = ModelRunner(
             self.model,
             self.config,
             self._layers,
             self._sampler,
             packed=self._packed,
             flash=self._flash,
+            graphs=self._graphs,
             is_driver=self.is_driver,
             all_agree=bool if ranks is None else ranks.all_agree,
         )
@@ -431,18 +449,29 @@ class ContinuousBatchingManager:
         self._driver_runner = None if ranks is None else DriverRunner(runner, ranks)
         return GenerationLoop(
             scheduler=scheduler,
-            runner=self._driver_runner or runner,
+            runner=self._in_its_place(runner),
             outbox=self._outbox,
             budget=StepBudget(
                 max_batch_tokens=self.config.max_batch_tokens,
                 target_step_s=self.config.target_step_s,
             ),
+            depth=self.config.steps_in_flight,
         )
+
+    def _in_its_place(self, runner: ModelRunner) -> Runner:
+        if self._driver_runner is not None:
+            return self._driver_runner
+        return StepThread(runner) if self.config.steps_in_flight > 1 else runner
 
     def _repack(self) -> None:
         """Values may have changed in place, which no address shows."""
         if self._packed is not None:
             self._packed.refresh(all_of_them=True)
+
+    def _why_no_graphs(self) -> str | None:
+        if self._ranks is not None:
+            return "the model is cut over tensor parallel ranks, which would have to capture in step"
+        return f"the device is {self.model.device.type}" if self._graphs is None else None
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()

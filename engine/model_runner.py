@@ -3,7 +3,6 @@
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,17 +20,20 @@ from engine.attention.interface import (
 from engine.batch import Batch, build_batch
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
+from engine.fused_layers import fuse_layers
+from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
-from engine.packed_weights import PackedWeights
 from engine.packed_step import StepPacker
-from engine.plan import PlannedRow, SampledToken, StepPlan
-from engine.sampling import RowSampler
+from engine.packed_weights import PackedWeights
+from engine.plan import PlannedRow, StepHandle, StepPlan
+from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler
+from engine.stand_ins import in_use
 
 logger = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the cache's tensors. One thread at a time; nothing is in flight between two calls."""
+    """Owns the cache's tensors. One thread at a time; on a GPU a launch may return before its step has run."""
 
     def __init__(
         self,
@@ -42,10 +44,13 @@ class ModelRunner:
         *,
         packed: PackedWeights | None = None,
         flash: FlashKernels | None = None,
+        graphs: GraphMaker | None = None,
         is_driver: bool = True,
         all_agree: Callable[[bool], bool] = bool,
     ) -> None:
         """packed: what the model's linear layers compute with. flash: attention's kernels on a GPU; None takes others.
+
+        graphs: what captures steps, where the config says so.
 
         Of several ranks only the driver samples; `all_agree` tells whether a step went well on all of them.
         """
@@ -56,22 +61,43 @@ class ModelRunner:
         self._config = config
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._layers_in_use = packed.in_use if packed is not None else nullcontext
+        self._stand_ins = fuse_layers(model) + (packed.stand_ins() if packed is not None else [])
         self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
-        self._cache = KVCache(layers, config, dtype=model.dtype, device=model.device, tokens_lead=flash is not None)
-        self._packer = (
-            None if flash is None else StepPacker(self._cache, flash, config.windows, config.max_blocks_per_request)
+        has_graphs = any(config.use_cuda_graph)
+        self._cache = KVCache(
+            layers,
+            config,
+            dtype=model.dtype,
+            device=model.device,
+            tokens_lead=flash is not None,
+            has_scratch=has_graphs,
         )
+        self._new_tokens = NewTokens(DrawnRows())
+        self._packer: StepPacker | None = None
+        self._graphs: StepGraphs | None = None
+        if flash is not None:
+            self._packer = StepPacker(self._cache, flash, config.windows, config.max_blocks_per_request)
+            if has_graphs and graphs is not None:
+                self._graphs = StepGraphs(graphs, self._packer, config, model=model, forward=self._logits)
 
-    def run(self, plan: StepPlan) -> dict[str, SampledToken]:
-        """Makes the planned copies, computes a step and gives, by request id, the token of each row that samples.
+    def warm_up(self) -> None:
+        """Captures what a first step would otherwise have to. Not while a step runs."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._model.eval()
+                self._graphs.warm_up()
+
+    def launch(self, plan: StepPlan) -> StepHandle:
+        """Makes the planned copies and computes a step; its handle has the token of each row that samples.
 
         A failure belongs to one request: when a batch fails, its rows are run one by one, and a row that fails alone
         gets an entry with an error. Raises EngineDead when the device itself is broken.
         """
         for group, copies in enumerate(plan.copies):
             self._cache.copy(group, copies)
-        return self._compute(plan.rows)
+        drawn = self._compute(plan.rows)
+        self._new_tokens = NewTokens(drawn)
+        return DrawnStep(drawn, self._sampler.stop_strings, self._model.device)
 
     def park(self) -> None:
         """Nothing is in flight between two steps, so there is nothing to wait for."""
@@ -82,49 +108,58 @@ class ModelRunner:
     def close(self) -> None:
         """Nothing runs but the caller's thread."""
 
-    def _compute(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
-        samples: dict[str, SampledToken] = {}
+    def _compute(self, rows: list[PlannedRow]) -> DrawnRows:
+        drawn = DrawnRows()
         failure: Exception | None = None
         try:
-            samples = self._forward(rows)
+            drawn = self._forward(rows)
         except torch.AcceleratorError as error:
             raise EngineDead(f"the device failed: {error}") from error
         except Exception as error:  # noqa: BLE001  # told below, to the one request it belongs to
             failure = error
         # Every rank retries, or none: the model's collectives need all of them.
         if self._all_agree(failure is None):
-            return samples
+            return drawn
+        drawn = DrawnRows()
         if len(rows) == 1:
-            request_id = rows[0].request.request_id
-            logger.error("request failed alone request_id=%s", request_id, exc_info=failure)
+            request = rows[0].request
+            logger.error("request failed alone request_id=%s", request.request_id, exc_info=failure)
             reason = f"{type(failure).__name__}: {failure}" if failure is not None else "another rank failed"
-            return {request_id: SampledToken(token=0, error=f"the model failed on this request: {reason}")}
+            drawn.fail(request, f"the model failed on this request: {reason}")
+            return drawn
         logger.warning("step failed, its rows are run one by one rows=%d error=%r", len(rows), failure)
         for row in rows:
-            samples |= self._compute([row])
-        return samples
+            drawn.extend(self._compute([row]))
+        return drawn
 
-    def _forward(self, rows: list[PlannedRow]) -> dict[str, SampledToken]:
+    def _forward(self, rows: list[PlannedRow]) -> DrawnRows:
         with torch.inference_mode():
-            batch = self._batch(rows)
             if self._model.training:  # left so by a training step inside a pause
                 self._model.eval()
-            logits_LV = self._logits(batch)
+            if self._kernel is not None:
+                self._kernel.use_threads()
+            batch, logits_LV = self._replay(rows) or self._launch(rows)
             if not self._is_driver or not batch.sampling_rows:
-                return {}
-            return self._sampler.sample(batch.sampling_rows, logits_LV)
+                return DrawnRows()
+            return self._sampler.draw(batch.sampling_rows, logits_LV)
 
-    def _batch(self, rows: list[PlannedRow]) -> Batch:
+    def _replay(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor] | None:
+        return None if self._graphs is None else self._graphs.run(rows, self._new_tokens.fill)
+
+    def _launch(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor]:
         if self._packer is not None:
-            return self._packer.build(rows, self._model.device)
-        in_place = self._kernel is not None
-        return build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
+            batch = self._packer.build(rows, self._model.device)
+        else:
+            in_place = self._kernel is not None
+            batch = build_batch(rows, self._cache, self._config.windows, self._model.device, reads_in_place=in_place)
+        self._new_tokens.fill(batch.input_ids_1T, batch.rows)
+        return batch, self._logits(batch)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
-        wanted_L = batch.last_tokens_L if batch.sampling_rows else torch.zeros_like(batch.input_ids_1T[0, :1])
+        wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
         rows: dict[str, Any] = {"logits_to_keep": wanted_L} if self._takes_rows else {}
-        with use_step(self._configs), self._layers_in_use():
+        with use_step(self._configs), in_use(self._stand_ins):
             output = self._model(
                 input_ids=batch.input_ids_1T,
                 position_ids=batch.position_ids_1T,

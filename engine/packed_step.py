@@ -17,6 +17,7 @@ from engine.attention.step import AttentionStep
 from engine.batch import Batch, row_slots
 from engine.kv_cache import KVCache
 from engine.plan import PlannedRow
+from engine.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class StepPacker:
         num_tokens = sum(row.num_tokens for row in rows)
         ends = accumulate(row.num_tokens for row in rows)
         last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
-        positions = np.concatenate([np.arange(row.start, row.end) for row in rows])
+        positions = [position for row in rows for position in range(row.start, row.end)]
         parts = [
             _padded([token for row in rows for token in row.token_ids], shape.num_tokens, 0),
             _padded(positions, shape.num_tokens, 0),
@@ -119,7 +120,7 @@ class StepPacker:
         self, rows: Sequence[PlannedRow], group: int, shape: StepShape, num_tokens: int
     ) -> Iterator[np.ndarray]:
         scratch = self.cache.scratch_block(group)
-        slots = np.concatenate([row_slots(row, group, self.cache.page_size) for row in rows])
+        slots = np.concatenate([np.empty(0, np.int64), *(row_slots(row, group, self.cache.page_size) for row in rows)])
         yield _padded(slots, shape.num_tokens, scratch * self.cache.page_size)
         num_decoding = min(len(rows), shape.num_decoding)
         keys = [self._num_keys(row, group) for row in rows]
@@ -183,12 +184,6 @@ def in_order(planned: Sequence[PlannedRow]) -> list[PlannedRow]:
     return singles + [row for row in planned if row.num_tokens > 1]
 
 
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Gives the integers on the device; the host does not wait for the copy."""
-    on_host = torch.from_numpy(values)
-    return on_host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else on_host
-
-
 def _padded(values: Sequence[int] | np.ndarray, size: int, filler: int) -> np.ndarray:
     out = np.full(size, filler, dtype=np.int64)
     out[: len(values)] = values
@@ -197,7 +192,8 @@ def _padded(values: Sequence[int] | np.ndarray, size: int, filler: int) -> np.nd
 
 def _table(rows: Sequence[list[int]], width: int) -> np.ndarray:
     # Behind the blocks of a row stands its first one: any that exists does, none of it is read.
-    return np.array([blocks + blocks[:1] * (width - len(blocks)) for blocks in rows], dtype=np.int64)
+    padded = [blocks + blocks[:1] * (width - len(blocks)) for blocks in rows]
+    return np.array(padded, dtype=np.int64).reshape(len(rows), width)
 
 
 def _ends(lengths: Sequence[int], num_rows: int) -> np.ndarray:

@@ -5,11 +5,10 @@ product itself: packed beforehand, 16 rows take two thirds of the time and the v
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from engine.errors import InvalidRequest
+from engine.stand_ins import StandIn, has_own_forward
 
 MAX_ROWS = 256
 """With more rows than this the plain product is as fast."""
@@ -47,8 +47,10 @@ class PackedWeights:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Packs nothing yet: `refresh` does."""
-        self._layers = [module for module in model.modules() if _can_pack(module)]
+        self._layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
         self._packed: dict[int, _Packed] = {}
+        self._lock = threading.Lock()
+        """Held while `_packed` is exchanged for another: it is read without."""
 
     @property
     def size_bytes(self) -> int:
@@ -59,13 +61,14 @@ class PackedWeights:
     def refresh(self, *, all_of_them: bool = False) -> None:
         """Packs what the layers hold and has no copy, or all of it anew; forgets what no layer holds."""
         started = perf_counter()
-        known = {} if all_of_them else self._packed
-        packed: dict[int, _Packed] = {}
-        for layer in self._layers:
-            address = layer.weight.data_ptr()
-            if address not in packed:
-                packed[address] = known.get(address) or _pack(layer.weight)
-        self._packed = packed
+        with self._lock:
+            known = {} if all_of_them else self._packed
+            packed: dict[int, _Packed] = {}
+            for layer in self._layers:
+                address = layer.weight.data_ptr()
+                if address not in packed:
+                    packed[address] = known.get(address) or _pack(layer.weight)
+            self._packed = packed
         logger.debug("weights packed layers=%d took_s=%.3f", len(self._layers), perf_counter() - started)
 
     def prepare(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -74,19 +77,14 @@ class PackedWeights:
         May run beside generation, and the exchange then costs a pause nothing.
         """
         weights = {id(layer.weight) for layer in self._layers}
-        fresh = {spare.data_ptr(): spare for held, spare in pairs if id(held) in weights}
-        self._packed |= {address: _pack(spare) for address, spare in fresh.items() if address not in self._packed}
+        spares = {spare.data_ptr(): spare for held, spare in pairs if id(held) in weights}
+        fresh = {address: _pack(spare) for address, spare in spares.items() if address not in self._packed}
+        with self._lock:
+            self._packed = self._packed | fresh
 
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """While inside, the layers compute with their packed weights."""
-        try:
-            for layer in self._layers:
-                vars(layer)["forward"] = self._forward_of(layer)
-            yield
-        finally:
-            for layer in self._layers:
-                vars(layer).pop("forward", None)
+    def stand_ins(self) -> list[StandIn]:
+        """Gives what the layers are to compute with."""
+        return [(layer, self._forward_of(layer)) for layer in self._layers]
 
     def _forward_of(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         is_wide = layer.out_features >= WIDE * layer.in_features
@@ -112,7 +110,7 @@ def pack_weights(model: PreTrainedModel, *, wanted: bool | None, free_bytes: int
     obstacle = None
     if model.device.type != "cpu" or model.dtype != torch.float32:
         obstacle = f"it is for float32 on a CPU, and this model is {model.dtype} on {model.device.type}"
-    elif not torch.backends.mkldnn.is_available():
+    elif not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         obstacle = "this build of torch has no oneDNN"
     elif getattr(model, "tp_size", None):
         obstacle = "the model is cut over tensor parallel ranks"
@@ -124,9 +122,9 @@ def pack_weights(model: PreTrainedModel, *, wanted: bool | None, free_bytes: int
     return None
 
 
-def _can_pack(module: nn.Module) -> Any:
+def _can_pack(layer: nn.Linear) -> bool:
     # A subclass may compute something else, and a layer whose own forward was replaced does.
-    return type(module) is nn.Linear and "forward" not in vars(module) and module.weight.dtype == torch.float32
+    return type(layer) is nn.Linear and not has_own_forward(layer) and layer.weight.dtype == torch.float32
 
 
 def _pack(weight: Tensor) -> _Packed:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy, CopyKind
 from engine.errors import EngineDead
-from engine.plan import PlannedRow, SampledToken, StepPlan
+from engine.plan import PlannedRow, StepHandle, StepPlan
 from engine.rendezvous import LOOPBACK, NO_TIMEOUT_S, open_store
 from engine.request import SamplingParams
 
@@ -89,7 +89,7 @@ class Order:
 class StepRunner(Protocol):
     """What computes a step on one rank."""
 
-    def run(self, plan: StepPlan) -> dict[str, SampledToken]: ...
+    def launch(self, plan: StepPlan) -> StepHandle: ...
 
 
 class RankGroup:
@@ -215,9 +215,9 @@ class DriverRunner:
         self._num_pauses = 0
         self._is_joint = False
 
-    def run(self, plan: StepPlan) -> dict[str, SampledToken]:
+    def launch(self, plan: StepPlan) -> StepHandle:
         self._ranks.send(Order(Verb.STEP, plan))
-        return self._runner.run(plan)
+        return self._runner.launch(plan)
 
     def park(self) -> None:
         """Lets the pauses of the other ranks begin."""

@@ -1,6 +1,7 @@
 """A step as a message: what the scheduler asks of the runner, and what comes back."""
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy
@@ -10,6 +11,7 @@ from engine.block_pool import BlockCopy
 class PlannedRow:
     """Compute tokens `start` to `end` (exclusive) of one request; `samples` draws the token after them.
 
+    With `is_ahead` its one token is the one that the step before samples, and what `token_ids` has is a stand-in.
     Never written to; not frozen, because that would double what a step spends on making its rows.
     """
 
@@ -18,6 +20,7 @@ class PlannedRow:
     token_ids: list[int]
     block_tables: list[list[int]]
     samples: bool
+    is_ahead: bool = False
     num_tokens: int = field(init=False)
     end: int = field(init=False)
 
@@ -51,3 +54,21 @@ class SampledToken:
     logprob: float | None = None
     error: str | None = None
     stops: bool = False
+
+
+class StepHandle(Protocol):
+    """A step that was launched. Handles are waited for in the order of their launches, each once."""
+
+    def wait(self) -> dict[str, SampledToken]:
+        """Gives, by request id, the token of each row that samples, once the step has run; raises EngineDead."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """The handle of a step that had run when its launch returned."""
+
+    samples: dict[str, SampledToken]
+
+    def wait(self) -> dict[str, SampledToken]:
+        return self.samples

@@ -30,7 +30,8 @@ class WeightsOfRanks(StagedWeights):
         self._ranks = ranks
         self._number = number
 
-    def commit(self) -> None:
+    def commit(self, *, in_place: bool = False) -> None:
+        assert not in_place, "steps of a cut model are not captured"
         super().commit()
         try:
             self._everywhere_else(Deed.COMMIT)

@@ -2,6 +2,12 @@
 
 Running requests go on first, decoding ones before prompts; then the waiting line gives its head as long as there is
 room. When blocks run out, the lowest ranking request goes back to the line; its full blocks stay findable.
+
+A step may be planned while the one before it is in flight. A request then goes on from a token that has no name yet,
+and sits the step out where that does not do: when its last token is on its way, when its processors have to see the
+token, when children are about to fork from it. Nobody gives way meanwhile: a request that lacks blocks sets
+`must_drain`, and the next plan is made when nothing is in flight. Blocks of a request that ended with a row in flight
+are free when that row is committed.
 """
 
 from collections.abc import Iterator
@@ -21,6 +27,8 @@ MIN_PREFILL_TOKENS = 32
 """A step full of decoding requests still takes so many prompt tokens, or prompts would starve."""
 MAX_PREFILL_STEPS = 8
 """With prefill_first, decoding requests wait for so many steps at most."""
+STAND_IN = 0
+"""In the place of a token without a name; an id that every vocabulary has."""
 
 LINE_ORDERS: dict[str, Order] = {"fifo": "arrival", "prefill_first": "arrival", "priority": "priority", "fair": "fair"}
 STATUS_OF = {
@@ -46,7 +54,7 @@ class Scheduler:
     """Owns every active request and the block pools.
 
     Invariants: every request waits, runs, or is the child of one whose prompt is not computed yet; only running ones
-    hold blocks.
+    hold blocks, and ended ones that have a row in flight.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -61,6 +69,11 @@ class Scheduler:
         self._line = WaitingLine(LINE_ORDERS[config.scheduler_type])
         self._running: dict[str, ActiveRequest] = {}
         self._unborn: dict[str, ActiveRequest] = {}
+        self._ending: set[ActiveRequest] = set()
+        self.num_in_flight = 0
+        """Steps that were planned and are not committed."""
+        self.must_drain = False
+        """The last plan left a request without blocks that others can give only while nothing is in flight."""
         self._arrivals = count()
         self._num_prefill_steps = 0
         self._waiting_prefill_tokens = 0
@@ -93,31 +106,47 @@ class Scheduler:
             self._release_children(request)
 
     def plan(self, max_tokens: int, now: float) -> StepPlan:
-        """Chooses the rows of the next step and gives them blocks.
+        """Chooses the rows of the next step and gives them blocks; there may be none while a step is in flight.
 
         `max_tokens` is a wish: prompts get MIN_PREFILL_TOKENS even beyond it. `config.max_batch_tokens` is a bound.
         """
+        assert self.num_in_flight <= 1, "a token without a name is always of the step before"
+        self.must_drain = False
         rows: dict[str, PlannedRow] = {}
         prompts_first = self.config.scheduler_type == "prefill_first" and self._num_prefill_steps < MAX_PREFILL_STEPS
         if not prompts_first:
             self._plan_decoding(rows)
         budget = max(max_tokens - len(rows), MIN_PREFILL_TOKENS)
         self._plan_prompts(rows, min(budget, self.config.max_batch_tokens - len(rows)), now)
+        has_prompts = bool(rows)
         if prompts_first:
-            self._num_prefill_steps = self._num_prefill_steps + 1 if rows else 0
             self._plan_decoding(rows)
-        else:
+        if not rows:
+            return StepPlan([])
+        if prompts_first and has_prompts:
+            self._num_prefill_steps += 1
+        elif not self.must_drain:
             self._num_prefill_steps = 0
+        for row in rows.values():
+            _set_off(row)
+        self.num_in_flight += 1
         return StepPlan(list(rows.values()), drain_copies(self.groups))
 
     def commit(self, plan: StepPlan, samples: dict[str, SampledToken], now: float) -> list[ActiveRequest]:
-        """Takes the outcome of a step in; gives the requests that have something new to tell.
+        """Takes the outcome of a step in, the oldest in flight; gives the requests that have something new to tell.
 
         Every row that samples has an entry in `samples`; a row without `samples` may have one that carries an error.
+        Rows of requests that ended meanwhile are thrown away.
         """
+        self.num_in_flight -= 1
         told = []
         for row in plan.rows:
             request = row.request
+            request.num_in_flight -= 1
+            request.num_pending -= row.samples
+            if request.status.is_terminal:
+                self._release_when_landed(request)
+                continue
             sample = samples.get(request.request_id)
             if sample is not None and sample.error is not None:
                 # The content of its newest blocks is not to be trusted: end without publishing them.
@@ -125,9 +154,10 @@ class Scheduler:
                 told.append(request)
                 continue
             self._line.charge(request, num_prompt=row.num_tokens, num_generated=int(row.samples))
-            request.num_computed = row.end
-            self._publish_full_blocks(request)
-            if request.children and request.num_computed >= len(request.prompt_ids) - 1:
+            self._publish_full_blocks(request, row.end)
+            for group, table in zip(self.groups, request.block_tables, strict=True):
+                group.drop_invisible(table, row.end)
+            if request.children and row.end >= len(request.prompt_ids) - 1:
                 self._fork(request, now)
             if sample is not None:
                 self._append(request, sample, now)
@@ -146,8 +176,10 @@ class Scheduler:
     def set_version(self, version: int, *, recompute: bool = False) -> None:
         """Starts a new weight version: no prefix of another version is found or published from here on.
 
-        Requests in flight keep their keys and values, or with `recompute` go back to the line and compute them anew.
+        No step is in flight. Running requests keep their keys and values, or with `recompute` go back to the line and
+        compute them anew.
         """
+        assert self.num_in_flight == 0, "a step in flight samples from the weights it was launched with"
         self.version = version
         for request in list(self._running.values()):
             if recompute:
@@ -183,7 +215,7 @@ class Scheduler:
         for index, group in enumerate(self.groups):
             group.pool.check_invariants()
             held: dict[int, int] = {}
-            for request in self._running.values():
+            for request in [*self._running.values(), *self._ending]:
                 table = request.block_tables[index]
                 assert len(table) * self.config.page_size >= request.num_computed
                 first = group.first_visible(request.num_computed)
@@ -193,10 +225,15 @@ class Scheduler:
             held.pop(-1, None)
             assert held == {block: n for block, n in enumerate(group.pool._num_holders) if n > 0}
         for request in self._running.values():
-            assert 0 <= request.num_computed <= request.num_tokens
+            assert 0 <= request.num_computed <= request.num_tokens + request.num_pending
+            assert 0 <= request.num_pending <= request.num_in_flight <= self.num_in_flight
+            assert len(request.digests) * self.config.page_size <= request.num_tokens
+        for request in self._ending:
+            assert request.status.is_terminal
+            assert 0 < request.num_in_flight <= self.num_in_flight
         for request in [*self._line, *self._unborn.values()]:
             assert not any(request.block_tables)
-            assert request.num_computed == 0
+            assert request.num_computed == request.num_pending == request.num_in_flight == 0
         assert self._waiting_prefill_tokens == sum(request.num_to_compute for request in self._line)
         assert self._waiting_decode_tokens == sum(request.num_to_generate for request in self._line)
 
@@ -214,7 +251,7 @@ class Scheduler:
             if budget == 0:
                 return
             budget -= self._plan_row(request, self._chunk(request, budget), rows)
-        while budget > 0 and len(self._running) < self.config.max_requests_per_batch:
+        while budget > 0 and len(self._running) < self.config.max_requests_per_batch and not self.must_drain:
             head = self._line.head()
             if head is None or not self._admit(head, budget, now):
                 return
@@ -223,7 +260,9 @@ class Scheduler:
     def _best_first(self, *, is_decoding: bool) -> Iterator[ActiveRequest]:
         for request in sorted(self._running.values(), key=self._line.rank):
             # A better one may have sent this one back to the line meanwhile.
-            if request.request_id in self._running and (request.num_to_compute == 1) == is_decoding:
+            if request.request_id not in self._running or _sits_out(request):
+                continue
+            if (request.num_to_compute == 1) == is_decoding:
                 yield request
 
     def _chunk(self, request: ActiveRequest, budget: int) -> int:
@@ -233,9 +272,10 @@ class Scheduler:
     def _plan_row(self, request: ActiveRequest, num_new: int, rows: dict[str, PlannedRow]) -> int:
         """Adds a row of `num_new` tokens, sending others back for their blocks where needed; gives its size."""
         start, end = request.num_computed, request.num_computed + num_new
-        for group, table in zip(self.groups, request.block_tables, strict=True):
-            group.drop_invisible(table, start)
         while not self._has_blocks(request, end):
+            if self.num_in_flight > 0:
+                self.must_drain = True
+                return 0
             victim = max(self._running.values(), key=self._line.rank)
             self._preempt(victim)
             rows.pop(victim.request_id, None)
@@ -246,9 +286,10 @@ class Scheduler:
         rows[request.request_id] = PlannedRow(
             request=request,
             start=start,
-            token_ids=request.token_ids[start:end],
+            token_ids=request.token_ids[start:end] or [STAND_IN],
             block_tables=[list(table) for table in request.block_tables],
-            samples=end == request.num_tokens,
+            samples=end == request.num_tokens + request.num_pending,
+            is_ahead=start == request.num_tokens,
         )
         return num_new
 
@@ -308,11 +349,11 @@ class Scheduler:
 
     # Outcome
 
-    def _publish_full_blocks(self, request: ActiveRequest) -> None:
+    def _publish_full_blocks(self, request: ActiveRequest, end: int) -> None:
         if request.chain_version is None or not self.config.allow_block_sharing:
             return
         first = len(request.digests)
-        self._extend_digests(request, request.num_computed // self.config.page_size)
+        self._extend_digests(request, end // self.config.page_size)
         for index in range(first, len(request.digests)):
             for group, table in zip(self.groups, request.block_tables, strict=True):
                 if table[index] >= 0:
@@ -377,7 +418,8 @@ class Scheduler:
 
     def _end(self, request: ActiveRequest, reason: FinishReason, now: float, *, error: str | None = None) -> None:
         if self._running.pop(request.request_id, None) is not None:
-            self._free_blocks(request)
+            self._ending.add(request)
+            self._release_when_landed(request)
         elif self._unborn.pop(request.request_id, None) is None:
             self._leave_line(request)
         self._release_children(request)
@@ -389,6 +431,7 @@ class Scheduler:
 
     def _preempt(self, request: ActiveRequest) -> None:
         """Sends a running request back to the line; what it generated stays."""
+        assert request.num_in_flight == 0, "its row would write to blocks of somebody else"
         del self._running[request.request_id]
         self._free_blocks(request)
         request.num_computed = 0
@@ -396,6 +439,12 @@ class Scheduler:
         request.status = RequestStatus.PENDING
         self.counters.preemptions += 1
         self._enter_line(request)
+
+    def _release_when_landed(self, request: ActiveRequest) -> None:
+        """Frees the blocks of an ended request, unless a step in flight writes to them still."""
+        if request.num_in_flight == 0:
+            self._ending.remove(request)
+            self._free_blocks(request)
 
     def _free_blocks(self, request: ActiveRequest) -> None:
         for group, table in zip(self.groups, request.block_tables, strict=True):
@@ -410,3 +459,18 @@ class Scheduler:
         self._line.remove(request)
         self._waiting_prefill_tokens -= request.num_to_compute
         self._waiting_decode_tokens -= request.num_to_generate
+
+
+def _sits_out(request: ActiveRequest) -> bool:
+    """True while a request cannot go on before a step in flight is committed, or its children would be left behind."""
+    if request.num_to_compute != 1:
+        return False
+    is_last_on_its_way = request.num_pending >= request.num_to_generate
+    needs_the_token = request.num_pending > 0 and request.needs_processors
+    return is_last_on_its_way or needs_the_token or bool(request.children)
+
+
+def _set_off(row: PlannedRow) -> None:
+    row.request.num_computed = row.end
+    row.request.num_pending += row.samples
+    row.request.num_in_flight += 1

@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 
 from engine.batch import max_read_tokens
 from engine.config import (
+    DEFAULT_KV_PADDING,
     DEFAULT_MAX_BATCH_TOKENS,
     DEFAULT_MAX_REQUESTS_PER_BATCH,
+    DEFAULT_Q_PADDING,
     ContinuousBatchingConfig,
     ResolvedConfig,
 )
@@ -38,13 +40,9 @@ STEP_SHARE = 0.25
 """Of the allowed memory, what the tensors of a step may take before a step gets fewer tokens."""
 
 NOT_AVAILABLE: dict[str, tuple[object, ...]] = {
-    "use_async_batching": (None, False),
-    "use_cuda_graph": (None, False, (False, False)),
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "compile_level": (0,),
-    "q_padding_interval_size": (0,),
-    "kv_padding_interval_size": (0,),
 }
 """Parameters this version has no use for, with the values that do not ask for one."""
 
@@ -58,13 +56,17 @@ def resolve_config(
     free_bytes: int | None = None,
     num_sharers: int = 1,
     no_flash: str | None = "no kernels were given",
+    no_graphs: str | None = "nothing was given that captures",
+    is_cut: bool = False,
 ) -> ResolvedConfig:
     """Gives the numbers a manager runs with. Raises InvalidRequest for what cannot be honoured.
 
     free_bytes: of the model's device; None looks. num_sharers: processes that divide this machine's memory evenly, as
-    tensor parallel ranks do. no_flash: why flash attention is not used, None where it is.
+    tensor parallel ranks do. no_flash: why flash attention is not used, None where it is; no_graphs likewise for CUDA
+    graphs. is_cut: the model is one of several tensor parallel ranks.
     """
     _refuse_unavailable(config)
+    steps_in_flight = _steps_in_flight(config, model.device, is_cut=is_cut)
     num_on_device = num_sharers if model.device.type == "cpu" else 1
     room = MemoryRoom(
         free_bytes=_free_bytes(model.device) // num_on_device if free_bytes is None else free_bytes,
@@ -76,6 +78,7 @@ def resolve_config(
     max_batch_tokens = config.max_batch_tokens or _batch_tokens_in(room, demand)
     demand = replace(demand, max_requests=min(demand.max_requests, max_batch_tokens))
     num_blocks = _num_blocks(config, room, demand, max_batch_tokens)
+    decode_blocks = _decode_blocks(config, hints or WorkloadHints(), longest=demand.longest, no_flash=no_flash)
     cache_bytes = demand.cache_bytes(num_blocks, max_batch_tokens)
     logger.info(
         "cache sized blocks=%d page_size=%d max_batch_tokens=%d cache_gib=%.3f step_gib=%.3f free_gib=%.3f share=%.2f",
@@ -92,14 +95,17 @@ def resolve_config(
         allow_block_sharing=config.allow_block_sharing,
         safety_margin=SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin,
         max_queue_size=config.max_queue_size,
-        target_step_s=CPU_STEP_S if model.device.type == "cpu" else None,
+        # A pause waits for all that is in flight.
+        target_step_s=CPU_STEP_S / steps_in_flight if model.device.type == "cpu" else None,
         seed=secrets.randbits(63) if config.seed is None else config.seed,
         return_logprobs=config.return_logprobs,
         scheduler_type=config.scheduler_type,
+        steps_in_flight=steps_in_flight,
         windows=demand.windows,
-        max_blocks_per_request=_decode_blocks(
-            config, hints or WorkloadHints(), longest=demand.longest, no_flash=no_flash
-        ),
+        max_blocks_per_request=decode_blocks,
+        use_cuda_graph=_graphs(config, decode_blocks=decode_blocks, no_graphs=no_flash or no_graphs),
+        q_padding_interval_size=config.q_padding_interval_size or DEFAULT_Q_PADDING,
+        kv_padding_interval_size=config.kv_padding_interval_size or DEFAULT_KV_PADDING,
         blocks_of_group=demand.pools(num_blocks, max_batch_tokens),
         num_host_slots=_host_slots(
             config,
@@ -114,6 +120,17 @@ def _refuse_unavailable(config: ContinuousBatchingConfig) -> None:
         value = getattr(config, name)
         if value not in accepted:
             raise InvalidRequest(f"{name}={value!r} is not available in this version; leave it at its default", name)
+
+
+def _steps_in_flight(config: ContinuousBatchingConfig, device: torch.device, *, is_cut: bool) -> int:
+    if is_cut and config.use_async_batching:
+        raise InvalidRequest(
+            "use_async_batching=True needs a whole model, and this one is cut over tensor parallel ranks; set it to"
+            " None or False",
+            "use_async_batching",
+        )
+    is_wanted = device.type == "cuda" if config.use_async_batching is None else config.use_async_batching
+    return 2 if is_wanted and not is_cut else 1
 
 
 def _demand(
@@ -190,6 +207,30 @@ def _decode_blocks(
     hinted = hints.max_prompt_length + hints.max_generated_length
     # The reference's rule: one block to spare, and an even number.
     return 2 * -(-(-(-hinted // page_size) + 1) // 2) if hinted else -(-longest // page_size)
+
+
+def _graphs(config: ContinuousBatchingConfig, *, decode_blocks: int, no_graphs: str | None) -> tuple[bool, bool]:
+    """Gives whether steps of any rows, and of single tokens, are captured."""
+    wanted = config.use_cuda_graph
+    pair = wanted if isinstance(wanted, tuple) else (wanted, wanted)
+    intervals = [name for name in ("q_padding_interval_size", "kv_padding_interval_size") if getattr(config, name) != 0]
+    asking = ["use_cuda_graph"] if any(pair) else intervals
+    if asking and no_graphs is not None:
+        name, value = asking[0], getattr(config, asking[0])
+        raise InvalidRequest(
+            f"{name}={value!r} asks for CUDA graphs, which are not used here: {no_graphs}; leave it at its default",
+            name,
+        )
+    if intervals and wanted is not None and not any(pair):
+        raise InvalidRequest(
+            f"{intervals[0]} pads the CUDA graphs that use_cuda_graph={wanted!r} declines", intervals[0]
+        )
+    if isinstance(wanted, tuple) and wanted[1] and decode_blocks == 0:
+        raise InvalidRequest(
+            f"use_cuda_graph={wanted!r} captures the decode way that max_blocks_per_request=0 closes", "use_cuda_graph"
+        )
+    packed, decode = (no_graphs is None if one is None else one for one in pair)
+    return packed, decode and decode_blocks > 0
 
 
 def _windows(layers: Sequence[LayerShape], model_len: int) -> tuple[int | None, ...]:

@@ -21,6 +21,10 @@ class DecodeKernel:
 
     _compiled: Any  # the module `cpu_kernel`: numba has no types
 
+    def use_threads(self) -> None:
+        """Has compiled functions take as many threads as torch does, in the calling thread."""
+        self._compiled.use_threads(torch.get_num_threads())
+
     def attend(
         self,
         view: LayerView,
@@ -45,7 +49,6 @@ class DecodeKernel:
         sinks_HG = np.full((num_heads, num_groups), -np.inf, dtype=np.float32)
         if rules.sinks is not None:
             sinks_HG = rules.sinks.float().view(num_heads, num_groups).numpy()
-        self._compiled.use_threads(torch.get_num_threads())
         self._compiled.decode_rows(
             query_HGRD.permute(2, 0, 1, 3).contiguous().numpy(),
             (keys_HNCD.numpy(), values_HNCD.numpy()),
@@ -64,10 +67,14 @@ def find_decode_kernel(dtype: torch.dtype, device: torch.device) -> DecodeKernel
     """
     if device.type != "cpu" or dtype != torch.float32:
         return None
-    # Only who uses it loads the compiler.
-    compiled = importlib.import_module("engine.attention.cpu_kernel")
+    return DecodeKernel(load_kernels("engine.attention.cpu_kernel"))
+
+
+def load_kernels(name: str) -> Any:
+    """Gives a module of compiled functions, compiled; only who uses them loads the compiler."""
+    kernels = importlib.import_module(name)
     num_threads = torch.get_num_threads()
-    compiled.prepare()
+    kernels.prepare()
     # Numba starts the threads of the runtime that it shares with torch, and sets their number to that of the cores.
     torch.set_num_threads(num_threads)
-    return DecodeKernel(compiled)
+    return kernels

@@ -8,38 +8,16 @@ All arrays are float32 and contiguous. Shapes: R rows of one token each, H kv he
 chunks of the cache, S chunks that a row sees at most, C tokens a chunk, D width of a key or value.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from numba import config, njit, prange, set_num_threads
+from numba import prange
 
-LOG2_E = np.float32(1.4426950408889634)
-LEAST_EXPONENT = np.float32(-87.0)
-"""e to this is about the smallest normal float32; what is below weighs nothing beside the largest weight, which is 1."""
+from engine.jit import compiled, exponential, use_threads
+
+__all__ = ["decode_rows", "prepare", "use_threads"]
+
 HIDDEN = np.float32(-1e30)
 MAX_PARTS = 64
 """Into so many parts the work is cut; rows differ in length, so there are more parts than threads."""
-FAST = {"reassoc", "contract", "nsz", "arcp"}
-"""Sums in any order, as in every other kernel; infinities and NaN keep their meaning."""
-
-
-def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Compiles a function at its first call and keeps the result on disk, where a folder for it can be written."""
-
-    def make(function: Callable[..., Any]) -> Callable[..., Any]:
-        try:
-            made: Callable[..., Any] = njit(fastmath=FAST, cache=True, **options)(function)
-        except RuntimeError:  # neither this folder nor a cache folder of the user can be written
-            made = njit(fastmath=FAST, **options)(function)
-        return made
-
-    return make
-
-
-def use_threads(num_threads: int) -> None:
-    """Sets how many threads the calls of this thread take."""
-    set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
 
 
 def prepare() -> None:
@@ -152,23 +130,3 @@ def _add(weight_GC: np.ndarray, value_CD: np.ndarray, low: int, high: int, sum_G
         for g in range(sum_GD.shape[0]):
             for d in range(sum_GD.shape[1]):
                 sum_GD[g, d] += weight_GC[g, c] * value_CD[c, d]
-
-
-@compiled(inline="always")
-def exponential(x: np.float32) -> np.float32:
-    """Gives e^x for x <= 0, to within 3e-7 of its value.
-
-    The library's function takes one number at a time; of this arithmetic the compiler makes eight at a time. 2^n goes
-    into the bits of the exponent, 2^f for f in [-0.5, 0.5] is its Taylor series.
-    """
-    y = max(x, LEAST_EXPONENT) * LOG2_E
-    n = np.floor(y + np.float32(0.5))
-    f = y - n
-    p = np.float32(1.5403530e-4)
-    p = p * f + np.float32(1.3333558e-3)
-    p = p * f + np.float32(9.6181291e-3)
-    p = p * f + np.float32(5.5504109e-2)
-    p = p * f + np.float32(2.4022651e-1)
-    p = p * f + np.float32(6.9314718e-1)
-    p = p * f + np.float32(1)
-    return p * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.active_request import ActiveRequest
-from engine.plan import PlannedRow, SampledToken
+from engine.plan import PlannedRow
+from engine.sampling.drawn_step import DrawnRows
 from engine.sampling.processors import ProcessorBuilder, RowProcessors
-from engine.sampling.sampler import SampleResult, SamplingRow, sample
+from engine.sampling.sampler import SamplingRow, draw
 from engine.sampling.stop_strings import StopStrings
 
 _GROUP = 32
@@ -29,32 +30,33 @@ class RowSampler:
     """Owns what the processors of each request remember; it goes when the request does. One thread at a time.
 
     A request keeps its processors through preemption. Each sample of one prompt is a request with its own.
+    sees_tokens: the model's class has processors of its own, so that every request has some.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, drop_foreign: bool = True, stop_strings: StopStrings | None = None
     ) -> None:
         self._builder = ProcessorBuilder(model, drop_foreign=drop_foreign)
-        self._stop_strings = stop_strings or StopStrings()
+        self.stop_strings = stop_strings or StopStrings()
+        self.sees_tokens = self._builder.is_custom
         self._processors: WeakKeyDictionary[ActiveRequest, RowProcessors] = WeakKeyDictionary()
 
-    def sample(self, rows: Sequence[PlannedRow], logits_LV: Tensor) -> dict[str, SampledToken]:
+    def draw(self, rows: Sequence[PlannedRow], logits_LV: Tensor) -> DrawnRows:
         """Draws one token for each row. What goes wrong with the processors of a request is its error alone."""
-        processed = [i for i, row in enumerate(rows) if row.request.needs_processors or self._builder.is_custom]
-        if not processed:
-            return self._draw(rows, logits_LV, [_sampling_row(row) for row in rows], error=_NOT_FINITE)
+        drawn = DrawnRows()
+        processed = [i for i, row in enumerate(rows) if row.request.needs_processors or self.sees_tokens]
         plain = sorted(set(range(len(rows))) - set(processed))
-        plain_rows = [rows[i] for i in plain]
-        samples = self._draw(
-            plain_rows, logits_LV[plain], [_sampling_row(row) for row in plain_rows], error=_NOT_FINITE
-        )
+        if plain:
+            plain_rows = [rows[i] for i in plain]
+            plain_LV = logits_LV[plain] if processed else logits_LV
+            self._draw(drawn, plain_rows, plain_LV, [_sampling_row(row) for row in plain_rows], error=_NOT_FINITE)
         for start in range(0, len(processed), _GROUP):
             group = processed[start : start + _GROUP]
-            samples |= self._sample_processed([rows[i] for i in group], [logits_LV[i] for i in group])
-        return samples
+            self._draw_processed(drawn, [rows[i] for i in group], [logits_LV[i] for i in group])
+        return drawn
 
-    def _sample_processed(self, rows: list[PlannedRow], logits: list[Tensor]) -> dict[str, SampledToken]:
-        samples, good, scores, sampling_rows = {}, [], [], []
+    def _draw_processed(self, drawn: DrawnRows, rows: list[PlannedRow], logits: list[Tensor]) -> None:
+        good, scores, sampling_rows = [], [], []
         for row, logits_V in zip(rows, logits, strict=True):
             try:
                 processors = self._processors_of(row.request)
@@ -63,12 +65,12 @@ class RowSampler:
                 raise
             except Exception as error:  # a processor may raise anything, and it is this request's own
                 logger.exception("processors failed request_id=%s", row.request.request_id)
-                message = f"its logits processors failed: {type(error).__name__}: {error}"
-                samples[row.request.request_id] = SampledToken(token=0, error=message)
+                drawn.fail(row.request, f"its logits processors failed: {type(error).__name__}: {error}")
                 continue
             good.append(row)
             sampling_rows.append(processors.sampling_row(row.end))
-        return samples | (self._draw(good, torch.cat(scores), sampling_rows, error=_NOTHING_LEFT) if good else {})
+        if good:
+            self._draw(drawn, good, torch.cat(scores), sampling_rows, error=_NOTHING_LEFT)
 
     def _processors_of(self, request: ActiveRequest) -> RowProcessors:
         processors = self._processors.get(request)
@@ -77,25 +79,17 @@ class RowSampler:
         return processors
 
     def _draw(
-        self, rows: Sequence[PlannedRow], scores_LV: Tensor, sampling_rows: list[SamplingRow], *, error: str
-    ) -> dict[str, SampledToken]:
+        self,
+        drawn: DrawnRows,
+        rows: Sequence[PlannedRow],
+        scores_LV: Tensor,
+        sampling_rows: list[SamplingRow],
+        *,
+        error: str,
+    ) -> None:
         wants_logprobs = [index for index, row in enumerate(rows) if row.request.sampling.logprobs]
-        result = sample(scores_LV, sampling_rows, logprob_rows=wants_logprobs)
-        bad_rows = set(result.bad_rows)
-        return {
-            row.request.request_id: SampledToken(token=0, error=error)
-            if index in bad_rows
-            else self._sampled(row.request, result, index)
-            for index, row in enumerate(rows)
-        }
-
-    def _sampled(self, request: ActiveRequest, result: SampleResult, index: int) -> SampledToken:
-        token = result.tokens[index]
-        return SampledToken(
-            token=token,
-            logprob=result.logprobs.get(index),
-            stops=bool(request.sampling.stop_strings) and self._stop_strings.complete(request, token),
-        )
+        requests = [row.request for row in rows]
+        drawn.add(requests, draw(scores_LV, sampling_rows, logprob_rows=wants_logprobs), error=error)
 
 
 def _sampling_row(row: PlannedRow) -> SamplingRow:

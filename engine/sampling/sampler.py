@@ -1,4 +1,4 @@
-"""One token for each row of logits, and its log-probability where wanted.
+"""One token for each row of logits, and its log-probability where wanted, on the device.
 
 A row's token depends on its logits and its `SamplingRow` alone. It is drawn through the inverse of the cumulative
 distribution in the order of the vocabulary, not of the scores: a rounding difference in the logits (another batch,
@@ -8,13 +8,15 @@ Shapes: R rows, V vocabulary, B blocks of the vocabulary, W tokens in a block.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.sampling.counter import uniform
 from engine.sampling.warpers import apply_temperature, apply_top_k, apply_top_p
+from engine.transfer import to_device
 
 _CHUNK_SIZE_BYTES = 256 * 2**20
 """Bounds the scores worked on at once; without it 1,024 rows of 256,000 tokens would need several GB."""
@@ -45,36 +47,95 @@ class SampleResult:
     bad_rows: list[int]
 
 
-def sample(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequence[int] = ()) -> SampleResult:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What was drawn, while it is on the device. tokens_R: 0 in a bad row. logprobs_W: of `logprob_rows`, in order."""
+
+    tokens_R: Tensor
+    is_good_R: Tensor
+    logprob_rows: list[int]
+    logprobs_W: Tensor
+
+    def on_host(self) -> "Draw":
+        """Gives a copy in the host's memory, which holds the values once the device has come to this point."""
+        return replace(
+            self,
+            tokens_R=self.tokens_R.to("cpu", non_blocking=True),
+            is_good_R=self.is_good_R.to("cpu", non_blocking=True),
+            logprobs_W=self.logprobs_W.to("cpu", non_blocking=True),
+        )
+
+    def result(self) -> SampleResult:
+        """Gives the values, after waiting for the device if they are there."""
+        bad_rows = [row for row, is_good in enumerate(self.is_good_R.tolist()) if not is_good]
+        logprobs = dict(zip(self.logprob_rows, self.logprobs_W.tolist(), strict=True))
+        return SampleResult(
+            tokens=self.tokens_R.tolist(),
+            logprobs={row: value for row, value in logprobs.items() if row not in bad_rows},
+            bad_rows=bad_rows,
+        )
+
+
+def draw(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequence[int] = ()) -> Draw:
     """Chooses one token for each row; reads `logits_RV` only, and no generator of torch's.
 
     A row is bad when it holds NaN or +inf, or nothing but -inf; the others are not touched by it. A bad row has no
     log-probability. These are of the scores after temperature, top-k and top-p; of the raw ones where greedy.
+    On a GPU nothing here waits for the device, but for a top_p whose set is too large for a short look.
     """
-    is_good = torch.isfinite(logits_RV.amax(dim=-1)).tolist() if rows else []
-    result = SampleResult(
-        tokens=[0] * len(rows),
-        logprobs={},
-        bad_rows=[row for row, good in enumerate(is_good) if not good],
-    )
-    wants_logprob = frozenset(logprob_rows)
-    greedy = [row for row, good in enumerate(is_good) if good and rows[row].temperature == 0]
-    drawn = [row for row, good in enumerate(is_good) if good and rows[row].temperature != 0]
+    parts = _Parts(wanted=frozenset(logprob_rows))
+    greedy = [row for row, parameters in enumerate(rows) if parameters.temperature == 0]
+    drawn = [row for row, parameters in enumerate(rows) if parameters.temperature != 0]
     if greedy:
         tokens_R = _pick(logits_RV, greedy).argmax(dim=-1)
-        _record(result, greedy, tokens_R)
-        _record_greedy_logprobs(result, logits_RV, [row for row in greedy if row in wants_logprob])
+        parts.add(greedy, tokens_R)
+        parts.add_greedy_logprobs(logits_RV, greedy, tokens_R)
     for chunk in _chunks(drawn, logits_RV.shape[-1]):
         scores_RV = _processed_scores(logits_RV, chunk, [rows[row] for row in chunk])
         tokens_R = _draw(scores_RV, [uniform(rows[row].seed, rows[row].position) for row in chunk])
-        _record(result, chunk, tokens_R)
-        _record_logprobs(
-            result,
-            scores_RV,
-            chunk,
-            [i for i, row in enumerate(chunk) if row in wants_logprob],
+        parts.add(chunk, tokens_R)
+        parts.add_logprobs(scores_RV, chunk, tokens_R)
+    return parts.together(logits_RV)
+
+
+class _Parts:
+    """Collects what is drawn part by part and puts it in the order of the rows."""
+
+    def __init__(self, wanted: frozenset[int]) -> None:
+        self._wanted = wanted
+        self._rows: list[int] = []
+        self._tokens: list[Tensor] = []
+        self._logprob_rows: list[int] = []
+        self._logprobs: list[Tensor] = []
+
+    def add(self, chunk: Sequence[int], tokens_R: Tensor) -> None:
+        self._rows += chunk
+        self._tokens.append(tokens_R)
+
+    def add_greedy_logprobs(self, logits_RV: Tensor, greedy: Sequence[int], tokens_R: Tensor) -> None:
+        wanted = [i for i, row in enumerate(greedy) if row in self._wanted]
+        for part in _chunks(wanted, logits_RV.shape[-1]):
+            rows = [greedy[i] for i in part]
+            self.add_logprobs(_pick(logits_RV, rows).float(), rows, _pick(tokens_R, part))
+
+    def add_logprobs(self, scores_RV: Tensor, chunk: Sequence[int], tokens_R: Tensor) -> None:
+        wanted = [i for i, row in enumerate(chunk) if row in self._wanted]
+        if wanted:
+            logprobs_WV = _pick(scores_RV, wanted).log_softmax(dim=-1)
+            self._logprobs.append(logprobs_WV.gather(-1, _pick(tokens_R, wanted)[:, None])[:, 0])
+            self._logprob_rows += [chunk[i] for i in wanted]
+
+    def together(self, logits_RV: Tensor) -> Draw:
+        tokens_R = _cat(self._tokens, logits_RV.new_empty(0, dtype=torch.long))
+        if len(self._tokens) > 1:
+            tokens_R = _pick(tokens_R, np.argsort(self._rows).tolist())
+        is_good_R = torch.isfinite(logits_RV.amax(dim=-1))
+        return Draw(
+            tokens_R=tokens_R.masked_fill(~is_good_R, 0),
+            is_good_R=is_good_R,
+            logprob_rows=self._logprob_rows,
+            logprobs_W=_cat(self._logprobs, logits_RV.new_empty(0, dtype=torch.float32)),
         )
-    return result
 
 
 def _processed_scores(logits_RV: Tensor, chunk: Sequence[int], rows: Sequence[SamplingRow]) -> Tensor:
@@ -83,20 +144,22 @@ def _processed_scores(logits_RV: Tensor, chunk: Sequence[int], rows: Sequence[Sa
     if any(row.temperature != 1 for row in rows):
         apply_temperature(scores_RV, _column(scores_RV, [row.temperature for row in rows]))
     if any(0 < row.top_k < vocab_size for row in rows):
-        top_k = [row.top_k if row.top_k < vocab_size else 0 for row in rows]
-        apply_top_k(scores_RV, torch.tensor(top_k, device=scores_RV.device))
+        apply_top_k(scores_RV, [row.top_k if row.top_k < vocab_size else 0 for row in rows])
     nucleus = [i for i, row in enumerate(rows) if row.top_p < 1]
     if len(nucleus) == len(rows):
         apply_top_p(scores_RV, _column(scores_RV, [row.top_p for row in rows]))
     elif nucleus:
-        part_RV = scores_RV[nucleus]
+        part_RV = _pick(scores_RV, nucleus)
         apply_top_p(part_RV, _column(scores_RV, [rows[i].top_p for i in nucleus]))
-        scores_RV[nucleus] = part_RV
+        scores_RV.index_copy_(0, to_device(nucleus, scores_RV.device), part_RV)
     return scores_RV
 
 
 def _draw(scores_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
-    """Gives the first token whose cumulative probability exceeds the uniform number; never one of probability 0."""
+    """Gives the first token whose cumulative probability exceeds the uniform number; never one of probability 0.
+
+    In a row without usable scores it gives some token of the vocabulary.
+    """
     probs_RV = scores_RV.softmax(dim=-1)
     padding = -probs_RV.shape[-1] % _BLOCK_WIDTH
     probs_RBW = torch.nn.functional.pad(probs_RV, (0, padding)).view(len(uniforms), -1, _BLOCK_WIDTH)
@@ -106,41 +169,32 @@ def _draw(scores_RV: Tensor, uniforms: Sequence[float]) -> Tensor:
     before_R1 = mass_RB.gather(-1, (block_R1 - 1).clamp(min=0)).masked_fill(block_R1 == 0, 0.0)
     probs_RW = probs_RBW.gather(1, block_R1[..., None].expand(-1, -1, _BLOCK_WIDTH))[:, 0]
     token_R1 = _first_above(probs_RW.cumsum(dim=-1, dtype=torch.float64), target_R1 - before_R1)
-    return (block_R1 * _BLOCK_WIDTH + token_R1)[:, 0]
+    return (block_R1 * _BLOCK_WIDTH + token_R1)[:, 0].clamp(max=scores_RV.shape[-1] - 1)
 
 
 def _first_above(mass_RB: Tensor, target_R1: Tensor) -> Tensor:
     # Rounding may lift the target to the total, above which there is nothing.
     total_R1 = mass_RB[:, -1:]
     below_R1 = torch.minimum(target_R1, torch.nextafter(total_R1, torch.zeros_like(total_R1)))
-    return torch.searchsorted(mass_RB, below_R1, right=True)
+    # Nothing is above or below NaN.
+    return torch.searchsorted(mass_RB, below_R1, right=True).clamp(max=mass_RB.shape[-1] - 1)
 
 
-def _record(result: SampleResult, chunk: Sequence[int], tokens_R: Tensor) -> None:
-    for row, token in zip(chunk, tokens_R.tolist(), strict=True):
-        result.tokens[row] = token
+def _pick(items_R: Tensor, rows: Sequence[int]) -> Tensor:
+    """Gives the rows named, in that order; the tensor itself where these are all, which no caller writes to."""
+    if list(rows) == list(range(items_R.shape[0])):
+        return items_R
+    return items_R.index_select(0, to_device(list(rows), items_R.device))
 
 
-def _record_greedy_logprobs(result: SampleResult, logits_RV: Tensor, wanted: Sequence[int]) -> None:
-    for chunk in _chunks(wanted, logits_RV.shape[-1]):
-        _record_logprobs(result, _pick(logits_RV, chunk).float(), chunk, range(len(chunk)))
-
-
-def _record_logprobs(result: SampleResult, scores_RV: Tensor, chunk: Sequence[int], wanted: Sequence[int]) -> None:
-    """`wanted` counts within `chunk`, whose rows `scores_RV` holds."""
-    if not wanted:
-        return
-    tokens_R1 = torch.tensor([[result.tokens[chunk[i]]] for i in wanted], device=scores_RV.device)
-    logprobs_R1 = scores_RV[list(wanted)].log_softmax(dim=-1).gather(-1, tokens_R1)
-    result.logprobs.update(zip((chunk[i] for i in wanted), logprobs_R1[:, 0].tolist(), strict=True))
-
-
-def _pick(logits_RV: Tensor, chunk: Sequence[int]) -> Tensor:
-    return logits_RV if len(chunk) == logits_RV.shape[0] else logits_RV[list(chunk)]
+def _cat(parts: Sequence[Tensor], nothing: Tensor) -> Tensor:
+    if not parts:
+        return nothing
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=like.device)
+    return to_device(values, like.device, np.float64)
 
 
 def _chunks(rows: Sequence[int], vocab_size: int) -> Iterable[Sequence[int]]:

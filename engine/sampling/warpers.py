@@ -3,8 +3,12 @@
 Each works in place on scores that the caller owns. Shapes: R rows, V vocabulary, C candidates.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from engine.transfer import to_device
 
 _NUM_CANDIDATES = 512
 """Best tokens looked at before a whole row is sorted; a sort of 49,152 scores takes 40 times as long as this."""
@@ -24,10 +28,13 @@ def apply_temperature(scores_RV: Tensor, temperature_R: Tensor) -> None:
     scores_RV.copy_(scaled_RV)
 
 
-def apply_top_k(scores_RV: Tensor, top_k_R: Tensor) -> None:
-    """Sets to -inf what is below the k-th best score of the row (ties with it stay); 0 keeps the row as it is."""
-    k_R = top_k_R.clamp(max=scores_RV.shape[-1])
-    best_RC = scores_RV.topk(int(k_R.max()), dim=-1).values
+def apply_top_k(scores_RV: Tensor, top_k: Sequence[int]) -> None:
+    """Sets to -inf what is below the k-th best score of the row (ties with it stay); 0 keeps the row as it is.
+
+    top_k: one a row, none above the size of the vocabulary.
+    """
+    k_R = to_device(top_k, scores_RV.device)
+    best_RC = scores_RV.topk(max(top_k), dim=-1).values
     least_R1 = best_RC.gather(-1, (k_R - 1).clamp(min=0)[:, None])
     least_R1 = least_R1.masked_fill((k_R == 0)[:, None], float("-inf"))
     scores_RV.masked_fill_(scores_RV < least_R1, float("-inf"))
@@ -44,7 +51,8 @@ def apply_top_p(scores_RV: Tensor, top_p_R: Tensor) -> None:
     best_RC, ids_RC = scores_RV.topk(_NUM_CANDIDATES, dim=-1)
     probs_RC = scores_RV.softmax(dim=-1).gather(-1, ids_RC).double()
     mass_before_RC = probs_RC.cumsum(dim=-1) - probs_RC
-    num_kept_R = (mass_before_RC < top_p_R[:, None]).sum(dim=-1)
+    # None is kept of a row that holds NaN, and its scores do not count.
+    num_kept_R = (mass_before_RC < top_p_R[:, None]).sum(dim=-1).clamp(min=1)
     least_R1 = best_RC.gather(-1, num_kept_R[:, None] - 1)
     next_R1 = best_RC.gather(-1, num_kept_R[:, None].clamp(max=_NUM_CANDIDATES - 1))
     distance_R = (mass_before_RC - top_p_R[:, None]).abs().amin(dim=-1)

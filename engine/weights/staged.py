@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from enum import StrEnum
 
+import torch
 from torch import Tensor
 
 from engine.errors import WeightsError
@@ -16,6 +17,7 @@ class _State(StrEnum):
 
 class StagedWeights:
     """New storages for the tensors of one model. An exchange swaps storages: its time does not grow with their size.
+    In place it swaps what they hold, for who holds their addresses.
 
     Whoever calls `commit` or `rollback` holds the pause of every manager that runs the model. Tensors that shared a
     storage share the new one. Invariant: the model holds all of the one set and this object all of the other.
@@ -28,16 +30,22 @@ class StagedWeights:
         self.num_tensors = len(distinct)
         self.size_bytes = sum(spare.numel() * spare.element_size() for spare in distinct)
         self._state = _State.STAGED
+        self._is_in_place = False
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The tensors of the model, each with the one that an exchange would give it."""
         return list(self._pairs)
 
-    def commit(self) -> None:
-        """Gives the model the new weights; the old ones are kept for `rollback`. On an error nothing has changed."""
+    def commit(self, *, in_place: bool = False) -> None:
+        """Gives the model the new weights; the old ones are kept for `rollback`. On an error nothing has changed.
+
+        in_place: the tensors of the model stay where they are in memory, as captured CUDA graphs need it. That copies,
+        one tensor at a time, with room for one more.
+        """
         if self._state is not _State.STAGED:
             raise WeightsError(f"these weights are {self._state}; only staged ones can be committed")
+        self._is_in_place = in_place
         self._exchange()
         self._state = _State.COMMITTED
 
@@ -54,6 +62,25 @@ class StagedWeights:
 
     def _exchange(self) -> None:
         self._check_fit()
+        if self._is_in_place:
+            self._exchange_values()
+        else:
+            self._exchange_storages()
+
+    def _exchange_values(self) -> None:
+        # Tensors that share a storage come with one spare for all of them.
+        distinct = {id(spare): (held, spare) for held, spare in self._pairs}.values()
+        done = 0
+        try:
+            for held, spare in distinct:
+                _swap_values(held, spare)
+                done += 1
+        except BaseException:
+            for held, spare in list(distinct)[:done]:
+                _swap_values(held, spare)
+            raise
+
+    def _exchange_storages(self) -> None:
         before = [held.data for held, _ in self._pairs]
         try:
             for held, spare in self._pairs:
@@ -68,3 +95,10 @@ class StagedWeights:
         for held, spare in self._pairs:
             if (held.shape, held.dtype, held.device) != (spare.shape, spare.dtype, spare.device):
                 raise WeightsError("the model was moved or changed after these weights were staged; stage them again")
+
+
+def _swap_values(one: Tensor, other: Tensor) -> None:
+    with torch.no_grad():
+        kept = one.detach().clone()
+        one.copy_(other)
+        other.copy_(kept)

@@ -16,9 +16,13 @@ DEADLINE_S = 30.0
 """No wait in a test comes near to it unless something hangs."""
 
 
+DEFAULTS: dict[str, Any] = {"page_size": 16, "num_blocks": 64, "max_batch_tokens": 256}
+"""The fixture `depth` adds to them."""
+
+
 def small_config(**overrides: Any) -> ContinuousBatchingConfig:
     """Gives pages of 16 tokens and room for 1,024, unless told otherwise."""
-    return ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 64, "max_batch_tokens": 256, **overrides})
+    return ContinuousBatchingConfig(**{**DEFAULTS, **overrides})
 
 
 @contextmanager

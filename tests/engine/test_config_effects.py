@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from engine_runs import DEADLINE_S, StepGate, greedy, prompt_of, result_of, run_all, running, small_config
+from engine_runs import (
+    DEADLINE_S,
+    StepGate,
+    greedy,
+    prompt_of,
+    result_of,
+    run_all,
+    running,
+    small_config,
+    wait_until,
+)
 from tiny_models import tiny_model
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -21,7 +31,8 @@ from engine import (
     init_continuous_batching,
 )
 from engine.host_memory import free_host_bytes
-from engine.sizing import NOT_AVAILABLE
+from engine.model_runner import probe_layers
+from engine.sizing import NOT_AVAILABLE, resolve_config
 
 NUM_NEW = 12
 PROMPTS = [prompt_of(length, seed=6) for length in (5, 40, 70)]
@@ -30,10 +41,15 @@ TRIED_HERE = {
     *("page_size", "num_blocks", "max_batch_tokens", "max_memory_percent", "max_requests_per_batch"),
     *("allow_block_sharing", "scheduler_type", "safety_margin", "return_logprobs", "seed", "cpu_offload_space"),
     *("cpu_offload_space_safety_threshold", "max_queue_size", "per_request_processors", "block_size"),
+    "use_async_batching",
 }
 TRIED_ELSEWHERE = {
     "auto_switch_to_flash": "test_flash",
+    "pack_weights": "test_packed_weights",
     "max_blocks_per_request": "test_flash",
+    "use_cuda_graph": "test_graphs",
+    "q_padding_interval_size": "test_graphs",
+    "kv_padding_interval_size": "test_graphs",
     "drop_unsupported_processors": "with the logits processors",
     "disable_nccl_graph_mixing": "with tensor parallelism",
     "cpu_group_timeout": "with tensor parallelism",
@@ -41,11 +57,6 @@ TRIED_ELSEWHERE = {
     "max_cached_graphs": "test_surface: a deprecated limit without a meaning",
 }
 REFUSED: list[dict[str, Any]] = [
-    {"use_async_batching": True},
-    {"use_cuda_graph": True},
-    {"use_cuda_graph": (True, False)},
-    {"q_padding_interval_size": 64},
-    {"kv_padding_interval_size": 1024},
     {"varlen_compile_config": object()},
     {"decode_compile_config": object()},
     {"default_compile_level": 1},
@@ -86,7 +97,7 @@ def test_the_deprecated_name_of_a_compile_level_is_refused_as_that_level(model: 
 @pytest.mark.parametrize(
     "values",
     [
-        {"use_async_batching": False, "use_cuda_graph": False, "max_blocks_per_request": 0},
+        {"use_cuda_graph": False, "max_blocks_per_request": 0},
         {"use_cuda_graph": (False, False)},
         {"auto_switch_to_flash": False, "disable_nccl_graph_mixing": False, "cpu_group_timeout": None},
     ],
@@ -96,6 +107,31 @@ def test_declining_what_is_not_available_changes_nothing(values: dict[str, Any],
     expected = answers()
     with running(model, **values) as manager:
         assert run_all(manager, PROMPTS, NUM_NEW) == expected
+
+
+@pytest.mark.parametrize(("wanted", "num_in_flight"), [(True, 2), (False, 1), (None, 1)])
+def test_async_batching_launches_a_step_before_the_one_in_flight_has_ended(
+    wanted: bool | None, num_in_flight: int, model: PreTrainedModel
+) -> None:
+    expected = answers()
+    with running(model, use_async_batching=wanted) as manager:
+        gate = StepGate(model)
+        ids = [manager.add_request(prompt, max_new_tokens=NUM_NEW) for prompt in PROMPTS]
+        gate.wait()
+        if num_in_flight > 1:
+            wait_until(lambda: len(manager._loop._in_flight) == num_in_flight)
+        gate.step()
+        assert len(manager._loop._in_flight) <= num_in_flight
+        gate.open()
+        assert [result_of(manager, request_id).generated_tokens for request_id in ids] == expected
+
+
+def test_async_batching_is_refused_where_the_model_is_cut_over_ranks(model: PreTrainedModel) -> None:
+    layers = probe_layers(model)
+    with pytest.raises(InvalidRequest, match="tensor parallel") as caught:
+        resolve_config(small_config(use_async_batching=True), model, layers, is_cut=True)
+    assert caught.value.param == "use_async_batching"
+    assert resolve_config(small_config(), model, layers, is_cut=True).steps_in_flight == 1
 
 
 @pytest.mark.parametrize("page_size", [4, 16, 64])
@@ -132,6 +168,7 @@ def test_max_memory_percent_sizes_the_cache_of_a_manager(model: PreTrainedModel)
 
 
 @pytest.mark.parametrize("max_batch_tokens", [1, 7, 64])
+@pytest.mark.usefixtures("depth")
 def test_max_batch_tokens_bounds_every_step(max_batch_tokens: int, model: PreTrainedModel) -> None:
     expected, sizes = answers(), []
     with running(model, max_batch_tokens=max_batch_tokens) as manager:
@@ -184,6 +221,7 @@ def scheduler_type(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.mark.usefixtures("depth")
 def test_every_scheduler_gives_the_same_tokens(scheduler_type: str, model: PreTrainedModel) -> None:
     expected = answers()
     with running(model, scheduler_type=scheduler_type, num_blocks=12, max_batch_tokens=40) as manager:
@@ -282,6 +320,7 @@ def test_per_request_processors_opens_the_keywords(allowed: bool, model: PreTrai
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "deepseek_v3"])
+@pytest.mark.usefixtures("depth")
 def test_evicted_prefixes_come_back_exactly_from_the_host(family: str) -> None:
     model = tiny_model(family)
     prompts = [prompt_of(70, seed=seed) for seed in range(6)]
@@ -302,6 +341,7 @@ def test_evicted_prefixes_come_back_exactly_from_the_host(family: str) -> None:
         assert manager.stats().num_host_blocks == 0
 
 
+@pytest.mark.usefixtures("depth")
 def test_requests_that_give_way_come_back_from_the_host(model: PreTrainedModel) -> None:
     prompts = [prompt_of(40, seed=seed) for seed in range(8)]
     expected = [greedy(model, prompt, 40) for prompt in prompts]

@@ -1,6 +1,7 @@
 """transformers' own continuous batching as the oracle, on random requests of the kind that it survives."""
 
 import random
+from functools import cache
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import transformers
 from engine_runs import prompt_of, result_of, running
 from tiny_models import tiny_model
 from transformers import GenerationConfig, PreTrainedModel
+
+pytestmark = pytest.mark.usefixtures("depth")
 
 NUM_REQUESTS = 12
 LONGEST = 80
@@ -32,6 +35,12 @@ def random_requests(rng: random.Random) -> list[tuple[list[int], int]]:
         requests.append((prompt, rng.randrange(1, LONGEST - len(prompt))))
     rng.shuffle(requests)
     return requests
+
+
+@cache
+def requests_and_their_answers(family: str, name: str) -> tuple[list[tuple[list[int], int]], list[list[int]]]:
+    requests = random_requests(random.Random(f"{family} {name}"))
+    return requests, their_answers(tiny_model(family, attn_implementation="sdpa"), requests, CONFIGS[name])
 
 
 def their_answers(
@@ -62,9 +71,7 @@ def their_answers(
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3", "gpt2"])
 def test_both_generate_the_same_tokens(family: str, name: str) -> None:
-    requests = random_requests(random.Random(f"{family} {name}"))
-    model = tiny_model(family, attn_implementation="sdpa")
-    theirs = their_answers(model, requests, CONFIGS[name])
+    requests, theirs = requests_and_their_answers(family, name)
     with running(tiny_model(family), **CONFIGS[name]) as manager:
         ids = [manager.add_request(prompt, max_new_tokens=num_new) for prompt, num_new in requests]
         ours = [list(result_of(manager, request_id).generated_tokens) for request_id in ids]

@@ -13,6 +13,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from engine import RequestStatus, SamplingParams, generate_batch, stage_weights
 
+pytestmark = pytest.mark.usefixtures("depth")
+
 NUM_NEW = 20
 SYSTEM_PROMPT = prompt_of(40, seed=9)
 PROMPTS = [

@@ -289,6 +289,7 @@ def test_a_full_queue_refuses_at_once_and_says_how_many_wait(model: PreTrainedMo
 
 
 @pytest.mark.parametrize("prompt", [[POISON_ID], [5, POISON_ID, 8], [*prompt_of(50, seed=3), POISON_ID]])
+@pytest.mark.usefixtures("depth")
 def test_scores_that_are_not_finite_end_their_request_alone(prompt: list[int], model: PreTrainedModel) -> None:
     witness_answer()
     with torch.no_grad():
@@ -307,6 +308,7 @@ def test_scores_that_are_not_finite_end_their_request_alone(prompt: list[int], m
         assert result_of(manager, manager.add_request(prompt, max_new_tokens=9)).status is RequestStatus.FAILED
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_model_that_raises_on_one_request_serves_the_others(model: PreTrainedModel) -> None:
     def refuse_poison(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         if bool((inputs[0] == POISON_ID).any()):
@@ -325,6 +327,7 @@ def test_a_model_that_raises_on_one_request_serves_the_others(model: PreTrainedM
         assert_witness(manager)
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_broken_device_ends_the_loop_and_says_so(model: PreTrainedModel) -> None:
     def break_down(*_: object) -> None:
         raise torch.AcceleratorError("the device fell off the bus")
@@ -360,6 +363,7 @@ def assert_cancelled(manager: ContinuousBatchingManager, request_id: str, num_to
     assert len(output.generated_tokens) == num_tokens
 
 
+@pytest.mark.usefixtures("depth")
 def test_cancel_before_any_step_took_it_up(manager: ContinuousBatchingManager) -> None:
     with manager.pause(weights_changed=False):
         add_witness(manager)
@@ -369,6 +373,7 @@ def test_cancel_before_any_step_took_it_up(manager: ContinuousBatchingManager) -
     assert_witness(manager)
 
 
+@pytest.mark.usefixtures("depth")
 def test_cancel_in_the_waiting_line(model: PreTrainedModel) -> None:
     with running(model, max_requests_per_batch=1) as manager:
         gate = StepGate(model)
@@ -385,6 +390,7 @@ def test_cancel_in_the_waiting_line(model: PreTrainedModel) -> None:
         assert_witness(manager)
 
 
+@pytest.mark.usefixtures("depth")
 def test_cancel_in_the_middle_of_a_prompt(model: PreTrainedModel) -> None:
     with running(model, max_batch_tokens=16) as manager:
         gate = StepGate(model)
@@ -417,6 +423,7 @@ def test_cancel_while_it_decodes_keeps_the_tokens_so_far(model: PreTrainedModel)
         assert_witness(manager)
 
 
+@pytest.mark.usefixtures("depth")
 def test_cancel_of_a_preempted_request_keeps_the_tokens_so_far(model: PreTrainedModel) -> None:
     with running(model, num_blocks=5, allow_block_sharing=False) as manager:
         gate = StepGate(model)
@@ -434,6 +441,7 @@ def test_cancel_of_a_preempted_request_keeps_the_tokens_so_far(model: PreTrained
         assert_witness(manager)
 
 
+@pytest.mark.usefixtures("depth")
 def test_cancelling_twice_late_or_nobody_is_harmless(manager: ContinuousBatchingManager) -> None:
     add_witness(manager)
     with manager.pause(weights_changed=False):
@@ -448,6 +456,7 @@ def test_cancelling_twice_late_or_nobody_is_harmless(manager: ContinuousBatching
     assert len(run_all(manager, [[1, 2, 3]], 5)[0]) == 5
 
 
+@pytest.mark.usefixtures("depth")
 def test_an_id_can_be_used_again_once_its_request_has_ended(manager: ContinuousBatchingManager) -> None:
     for _ in range(3):
         manager.add_request(prompt_of(30), request_id="witness", max_new_tokens=50)
@@ -457,6 +466,7 @@ def test_an_id_can_be_used_again_once_its_request_has_ended(manager: ContinuousB
     assert_witness(manager)
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_storm_of_cancels_leaves_nothing(model: PreTrainedModel) -> None:
     with running(model, num_blocks=20, max_batch_tokens=24) as manager:
         add_witness(manager)
@@ -507,6 +517,7 @@ def loop_thread() -> Iterator[LoopThread]:
 
 
 @pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.usefixtures("depth")
 def test_a_closed_event_loop_hurts_nobody(
     streaming: bool, manager: ContinuousBatchingManager, loop_thread: LoopThread
 ) -> None:
@@ -535,6 +546,7 @@ def test_a_raising_callback_hurts_nobody_and_is_called_on(
     assert_witness(manager)
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_callback_that_cancels_its_own_request_ends_it(
     manager: ContinuousBatchingManager, loop_thread: LoopThread
 ) -> None:

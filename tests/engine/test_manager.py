@@ -86,6 +86,7 @@ def put_in_place(model: PreTrainedModel) -> None:
 # Pausing
 
 
+@pytest.mark.usefixtures("depth")
 def test_nothing_is_generated_in_a_pause_and_nothing_is_lost(manager: ContinuousBatchingManager) -> None:
     expected = old_answer()
     with manager.pause(weights_changed=False):
@@ -100,6 +101,7 @@ def test_nothing_is_generated_in_a_pause_and_nothing_is_lost(manager: Continuous
     assert manager.stats().paused_seconds_total > 0
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_pause_in_the_middle_of_a_request_changes_nothing(model: PreTrainedModel) -> None:
     expected = old_answer()
     with running(model, max_batch_tokens=16) as manager:
@@ -112,6 +114,7 @@ def test_a_pause_in_the_middle_of_a_request_changes_nothing(model: PreTrainedMod
         assert result_of(manager, request_id).generated_tokens == expected
 
 
+@pytest.mark.usefixtures("depth")
 def test_pauses_nest_and_may_be_held_by_several_threads(manager: ContinuousBatchingManager) -> None:
     holds, may_leave = threading.Event(), threading.Event()
 
@@ -134,6 +137,7 @@ def test_pauses_nest_and_may_be_held_by_several_threads(manager: ContinuousBatch
     assert len(result_of(manager, request_id).generated_tokens) == 3
 
 
+@pytest.mark.usefixtures("depth")
 def test_an_error_inside_a_pause_ends_the_pause(manager: ContinuousBatchingManager) -> None:
     with pytest.raises(ValueError, match="mine"), manager.pause():
         raise ValueError("mine")
@@ -158,6 +162,7 @@ def test_stopping_inside_the_own_pause_is_refused(manager: ContinuousBatchingMan
     assert manager.is_running()
 
 
+@pytest.mark.usefixtures("depth")
 def test_the_model_is_its_owners_inside_a_pause(model: PreTrainedModel) -> None:
     expected = old_answer()
     with running(model) as manager:
@@ -174,6 +179,7 @@ def test_the_model_is_its_owners_inside_a_pause(model: PreTrainedModel) -> None:
 # Weights that change
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_prefix_of_the_old_weights_is_not_used_with_the_new_ones(model: PreTrainedModel) -> None:
     old, new = old_answer(), new_answer()
     assert old != new
@@ -197,6 +203,7 @@ def test_prefixes_are_kept_when_the_weights_did_not_change(manager: ContinuousBa
     assert result_of(manager, manager.add_request(PROMPT, max_new_tokens=1)).num_cached_tokens == 64
 
 
+@pytest.mark.usefixtures("depth")
 def test_committed_weights_answer_the_next_request(model: PreTrainedModel, new_weights: Path) -> None:
     old, new = old_answer(), new_answer()
     with running(model) as manager:
@@ -212,6 +219,7 @@ def test_committed_weights_answer_the_next_request(model: PreTrainedModel, new_w
         assert manager.stats().weight_swaps_total == 1
 
 
+@pytest.mark.usefixtures("depth")
 def test_weights_can_be_swapped_again_and_again(model: PreTrainedModel, new_weights: Path, tmp_path: Path) -> None:
     old, new = old_answer(), new_answer()
     old_weights = tmp_path / "old"
@@ -300,8 +308,9 @@ def test_weights_that_fail_to_commit_leave_the_old_ones_running(model: PreTraine
     with running(model) as manager:
         assert run_all(manager, [PROMPT], NUM_NEW) == [old]
         staged = stage_weights(model, str(new_weights))
-        held, spare = staged._pairs[-1]
-        staged._pairs[-1] = (held, spare.to_sparse())
+        index = next(index for index, (held, _) in enumerate(staged._pairs) if held.ndim == 1)
+        held, spare = staged._pairs[index]
+        staged._pairs[index] = (held, spare.to_sparse())
         with pytest.raises(RuntimeError, match="incompatible"):
             manager.commit_weights(staged)
         assert manager.weight_version == 1
@@ -327,6 +336,7 @@ def test_used_up_weights_and_bad_arguments_are_refused(model: PreTrainedModel, n
         assert run_all(manager, [PROMPT], NUM_NEW) == [old_answer()]
 
 
+@pytest.mark.usefixtures("depth")
 def test_versions_go_on_counting_after_a_restart(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     manager.start()
@@ -342,6 +352,7 @@ def test_versions_go_on_counting_after_a_restart(model: PreTrainedModel) -> None
 # Starting and stopping
 
 
+@pytest.mark.usefixtures("depth")
 def test_stop_finishes_what_was_submitted(model: PreTrainedModel) -> None:
     expected = old_answer()
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
@@ -369,6 +380,7 @@ def test_a_hard_stop_ends_requests_with_their_partial_tokens(model: PreTrainedMo
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_short_timeout_does_not_tear_down_a_loop_that_lives(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     manager.start()
@@ -383,6 +395,7 @@ def test_a_short_timeout_does_not_tear_down_a_loop_that_lives(model: PreTrainedM
     assert not manager.is_running()
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_manager_can_be_started_again(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     for _ in range(3):
@@ -394,6 +407,7 @@ def test_a_manager_can_be_started_again(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.usefixtures("depth")
 def test_prefixes_survive_a_stop_when_asked_to(keep: bool, model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     manager.start()
@@ -435,6 +449,7 @@ def test_the_mode_of_the_model_is_restored(training: bool, model: PreTrainedMode
     assert model.training is training
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_manager_that_nobody_holds_ends(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     manager.start()
@@ -446,11 +461,12 @@ def test_a_manager_that_nobody_holds_ends(model: PreTrainedModel) -> None:
     assert not thread.is_alive()
 
 
-def test_a_forgotten_manager_does_not_keep_the_interpreter_alive() -> None:
-    script = """
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_forgotten_manager_does_not_keep_the_interpreter_alive(is_async: bool) -> None:
+    script = f"""
         from tests.engine.tiny_models import tiny_model
         from engine import ContinuousBatchingConfig, init_continuous_batching
-        config = ContinuousBatchingConfig(page_size=16, num_blocks=64)
+        config = ContinuousBatchingConfig(page_size=16, num_blocks=64, use_async_batching={is_async})
         manager = init_continuous_batching(tiny_model(), continuous_batching_config=config)
         manager.start()
         manager.add_request([1, 2, 3], max_new_tokens=400)
@@ -507,6 +523,7 @@ def test_a_reader_returns_when_the_manager_ends(model: PreTrainedModel) -> None:
         assert [reader.result(DEADLINE_S) for reader in readers] == [None, None]
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_streaming_request_is_read_piece_by_piece(manager: ContinuousBatchingManager) -> None:
     expected = old_answer()
     request_id = manager.add_request(PROMPT, max_new_tokens=NUM_NEW, streaming=True, record_timestamps=True)
@@ -521,6 +538,7 @@ def test_a_streaming_request_is_read_piece_by_piece(manager: ContinuousBatchingM
     assert last.created_time <= last.lifespan[0] <= last.timestamps[0] <= last.lifespan[1]
 
 
+@pytest.mark.usefixtures("depth")
 def test_iterating_gives_the_outputs_of_all_until_the_manager_stops(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     ids = manager.add_requests([[1, 2], [3], PROMPT], max_new_tokens=4)
@@ -565,6 +583,7 @@ async def test_a_handler_without_streaming_is_called_once(manager: ContinuousBat
     assert [output.generated_tokens for output in outputs] == [expected]
 
 
+@pytest.mark.usefixtures("depth")
 def test_handlers_of_two_event_loops_each_get_their_own(manager: ContinuousBatchingManager) -> None:
     prompts = [prompt_of(20, seed=seed) for seed in range(8)]
     expected = [old_answer(prompt) for prompt in prompts]

@@ -30,7 +30,7 @@ def run_greedy(runner: ModelRunner, prompt: list[int], block_ids: list[int]) -> 
     while len(request.output_ids) < 8:
         plan = StepPlan([PlannedRow(request, start, request.token_ids[start:], tables, samples=True)])
         start = request.num_tokens
-        sampled = runner.run(plan)["a"]
+        sampled = runner.launch(plan).wait()["a"]
         assert sampled.error is None
         request.append(sampled.token)
     return request.output_ids

@@ -173,6 +173,7 @@ def random_fields(random: Random) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.usefixtures("depth")
 def test_random_combinations_are_those_of_generate() -> None:
     random = Random(1)
     cases = [(prompt_of(random.choice([1, 2, 5, 17, 30]), seed=i), random_fields(random)) for i in range(25)]
@@ -323,6 +324,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=built)
 
 
+@pytest.mark.usefixtures("depth")
 def test_stop_strings_end_a_request_where_generate_ends_it() -> None:
     text = tokenizer().decode(plain(1))
     stops = [text[9:12], "zzzz"]
@@ -417,6 +419,7 @@ def test_processors_that_raise_or_leave_nothing_fail_their_request_alone(monkeyp
     assert outputs[2].generated_tokens == plain(1)
 
 
+@pytest.mark.usefixtures("depth")
 def test_nothing_of_a_cancelled_request_is_kept() -> None:
     with running(model()) as manager:
         sampling = SamplingParams(repetition_penalty=1.2, stop_strings="zzzz", num_return_sequences=2, temperature=1.0)

@@ -4,13 +4,14 @@ Shapes: R rows, V vocabulary.
 """
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from engine.sampling import SampleResult, SamplingRow, sample, uniform
+from engine.sampling import SampleResult, SamplingRow, draw, uniform
 from engine.sampling.sampler import _processed_scores
 
 PARAMETERS = [
@@ -42,6 +43,10 @@ def row(
     temperature: float = 1.0, *, top_k: int = 0, top_p: float = 1.0, seed: int = 0, position: int = 0
 ) -> SamplingRow:
     return SamplingRow(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, position=position)
+
+
+def sample(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequence[int] = ()) -> SampleResult:
+    return draw(logits_RV, rows, logprob_rows=logprob_rows).result()
 
 
 def random_logits(num_rows: int, vocab_size: int, *, seed: int = 0, scale: float = 3.0) -> Tensor:

@@ -3,6 +3,8 @@ the tokens before it.
 """
 
 import random
+from collections import deque
+from dataclasses import replace
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -17,7 +19,7 @@ from engine.scheduler import MAX_PREFILL_STEPS, Scheduler
 from engine.waiting_line import MAX_OVERTAKEN
 
 EOS = 96
-CACHES: WeakKeyDictionary[Scheduler, "FakeCache"] = WeakKeyDictionary()
+PIPELINES: WeakKeyDictionary[Scheduler, "Pipeline"] = WeakKeyDictionary()
 numbers = count()
 
 
@@ -57,19 +59,32 @@ class FakeCache:
         self.config = scheduler.config
         self.device: list[dict[tuple[int, int], int]] = [{} for _ in scheduler.groups]
         self.host: list[dict[tuple[int, int], int]] = [{} for _ in scheduler.groups]
+        self.newest: WeakKeyDictionary[ActiveRequest, int] = WeakKeyDictionary()
 
     def run(self, plan: StepPlan) -> dict[str, SampledToken]:
         for group, copies in enumerate(plan.copies):
             for copy in copies:
                 self._copy(group, copy)
+        samples = {}
         for row in plan.rows:
-            assert row.token_ids == row.request.token_ids[row.start : row.end]
-            assert row.start == row.request.num_computed
+            tokens = self._tokens_of(row)
             for group, window in enumerate(self.config.windows):
-                self._check_and_write(row, group, window)
-        return {
-            row.request.request_id: SampledToken(next_token(row.request.token_ids)) for row in plan.rows if row.samples
-        }
+                self._check_and_write(row, tokens, group, window)
+            if row.samples:
+                self.newest[row.request] = next_token(tokens)
+                samples[row.request.request_id] = SampledToken(self.newest[row.request])
+        return samples
+
+    def _tokens_of(self, row: PlannedRow) -> list[int]:
+        """All tokens up to the end of the row, as the device knows them: those it sampled, before they are told."""
+        tokens = row.request.token_ids[: row.end]
+        if row.is_ahead:
+            assert not row.request.needs_processors, "they would not see the token"
+            tokens = [*tokens[: row.start], self.newest[row.request]]
+        else:
+            assert row.token_ids == tokens[row.start :]
+        assert len(tokens) == row.end
+        return tokens
 
     def _copy(self, group: int, copy: BlockCopy) -> None:
         source = self.host if copy.kind is CopyKind.FROM_HOST else self.device
@@ -80,24 +95,68 @@ class FakeCache:
             if content is not None:
                 target[group][copy.target, offset] = content
 
-    def _check_and_write(self, row: PlannedRow, group: int, window: int | None) -> None:
+    def _check_and_write(self, row: PlannedRow, tokens: list[int], group: int, window: int | None) -> None:
         page, table = self.config.page_size, row.block_tables[group]
         first = 0 if window is None else max(0, row.start - window + 1)
         for position in range(first, row.end):
             slot = (table[position // page], position % page)
-            content = hash(tuple(row.request.token_ids[: position + 1]))
+            content = hash(tuple(tokens[: position + 1]))
             assert slot[0] >= 0
             if position >= row.start:
                 self.device[group][slot] = content
             assert self.device[group][slot] == content, "these keys belong to somebody else"
 
 
+class Pipeline:
+    """Plans ahead as the loop does; the device is as late as it may be and runs a step when it is waited for."""
+
+    def __init__(self, scheduler: Scheduler, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self.cache = FakeCache(scheduler)
+        self.depth = depth
+        self.in_flight: deque[StepPlan] = deque()
+
+    def step(self, max_tokens: int) -> StepPlan:
+        """Gives the plan that was launched, which may be empty while others are in flight."""
+        plan = StepPlan([])
+        if not (self.in_flight and self.scheduler.must_drain):
+            plan = self.scheduler.plan(max_tokens, now=0.0)
+            self.scheduler.check_invariants()
+        if plan.rows:
+            for earlier in self.in_flight:
+                check_apart(earlier, plan, self.scheduler.config)
+            self.in_flight.append(plan)
+        if not plan.rows or len(self.in_flight) == self.depth:
+            self.land()
+        return plan
+
+    def land(self) -> None:
+        plan = self.in_flight.popleft()
+        self.scheduler.commit(plan, self.cache.run(plan), now=0.0)
+        self.scheduler.check_invariants()
+
+    def drain(self) -> None:
+        while self.in_flight:
+            self.land()
+
+
+def check_apart(earlier: StepPlan, later: StepPlan, config: ResolvedConfig) -> None:
+    """Asserts that a step writes to no block that a request of the step in flight before it still uses."""
+    page = config.page_size
+    for group, window in enumerate(config.windows):
+        owners = {
+            block: row.request
+            for row in earlier.rows
+            for block in row.block_tables[group][0 if window is None else max(0, row.start - window + 1) // page :]
+        }
+        for row in later.rows:
+            for block in row.block_tables[group][row.start // page :]:
+                assert owners.get(block, row.request) is row.request, "a step in flight uses this block"
+        assert not {copy.target for copy in later.copies[group] if copy.kind is not CopyKind.TO_HOST} & owners.keys()
+
+
 def step(scheduler: Scheduler, max_tokens: int = 64) -> StepPlan:
-    cache = CACHES.setdefault(scheduler, FakeCache(scheduler))
-    plan = scheduler.plan(max_tokens, now=0.0)
-    scheduler.commit(plan, cache.run(plan), now=0.0)
-    scheduler.check_invariants()
-    return plan
+    return PIPELINES.setdefault(scheduler, Pipeline(scheduler)).step(max_tokens)
 
 
 def expected_output(request: ActiveRequest) -> list[int]:
@@ -221,8 +280,8 @@ def test_a_failed_row_ends_alone() -> None:
     scheduler.add(good)
     scheduler.add(bad)
     plan = scheduler.plan(64, now=0.0)
-    CACHES[scheduler] = FakeCache(scheduler)
-    samples = CACHES[scheduler].run(plan) | {bad.request_id: SampledToken(0, error="boom")}
+    PIPELINES[scheduler] = Pipeline(scheduler)
+    samples = PIPELINES[scheduler].cache.run(plan) | {bad.request_id: SampledToken(0, error="boom")}
     scheduler.commit(plan, samples, now=0.0)
     scheduler.check_invariants()
     assert (bad.status, bad.error) == (RequestStatus.FAILED, "boom")
@@ -252,15 +311,18 @@ def random_request(rng: random.Random, prefix: list[int]) -> ActiveRequest:
     tail = [rng.randrange(97) for _ in range(rng.randint(1, 8))]
     request = make_request(prefix[: rng.randint(0, 12)] + tail, max_new_tokens=rng.randint(1, 12))
     request.tenant, request.priority = rng.choice([None, "a", "b"]), rng.randint(0, 2)
+    request.needs_processors = rng.random() < 0.2
     if rng.random() < 0.2:
         request.children = [make_request(request.prompt_ids, rng.randint(1, 12)) for _ in range(rng.randint(1, 3))]
     return request
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(60))
-def test_every_request_ends_right_on_a_random_walk(seed: int) -> None:
+def test_every_request_ends_right_on_a_random_walk(seed: int, depth: int) -> None:
     rng = random.Random(seed)
     scheduler = Scheduler(random_config(rng))
+    pipeline = Pipeline(scheduler, depth)
     prefix = [rng.randrange(97) for _ in range(12)]
     submitted: list[ActiveRequest] = []
     version = 1
@@ -272,13 +334,17 @@ def test_every_request_ends_right_on_a_random_walk(seed: int) -> None:
         if submitted and rng.random() < 0.05:
             scheduler.end(rng.choice(submitted).request_id, FinishReason.CANCELLED, now=0.0)
         if rng.random() < 0.03:
+            pipeline.drain()
             version += 1
             scheduler.set_version(version, recompute=rng.random() < 0.5)
         scheduler.check_invariants()
         if scheduler.has_requests:
-            assert step(scheduler, max_tokens=rng.choice([1, 16, 64])).rows
+            is_alone = not pipeline.in_flight
+            assert pipeline.step(rng.choice([1, 16, 64])).rows or not is_alone
     while scheduler.has_requests:
-        assert step(scheduler).rows
+        is_alone = not pipeline.in_flight
+        assert pipeline.step(64).rows or not is_alone
+    pipeline.drain()
     assert scheduler.requests() == []
     assert all(group.pool.num_free == group.pool.num_blocks for group in scheduler.groups)
     assert sum(scheduler.counters.ended.values()) == len(submitted)
@@ -369,6 +435,116 @@ def test_samples_of_a_one_token_prompt_and_of_a_prompt_wholly_cached() -> None:
         while scheduler.has_requests:
             step(scheduler)
         assert [request.output_ids for request in family] == [expected_output(parent)] * 2
+
+
+def test_a_request_goes_on_from_a_token_that_has_no_name_yet() -> None:
+    scheduler = Scheduler(make_config())
+    pipeline = Pipeline(scheduler, depth=2)
+    request = make_request([1, 2, 3], max_new_tokens=4)
+    scheduler.add(request)
+    plans = [pipeline.step(64) for _ in range(5)]
+    assert [[(row.start, row.end, row.is_ahead) for row in plan.rows] for plan in plans] == [
+        [(0, 3, False)],
+        [(3, 4, True)],
+        [(4, 5, True)],
+        [(5, 6, True)],
+        [],  # its last token is on its way
+    ]
+    assert request.output_ids == expected_output(request)
+    assert not pipeline.in_flight
+
+
+def test_a_request_whose_processors_see_its_tokens_waits_for_each() -> None:
+    scheduler = Scheduler(make_config())
+    pipeline = Pipeline(scheduler, depth=2)
+    seeing, other = make_request([1, 2, 3], max_new_tokens=3), make_request([4, 5, 6], max_new_tokens=5)
+    seeing.needs_processors = True
+    scheduler.add(seeing)
+    scheduler.add(other)
+    rows = [[row.request for row in pipeline.step(64).rows] for _ in range(5)]
+    assert rows == [[seeing, other], [other], [seeing, other], [other], [seeing, other]]
+    pipeline.drain()
+    assert [request.output_ids for request in (seeing, other)] == [expected_output(seeing), expected_output(other)]
+
+
+def ended_in_flight(scheduler: Scheduler, pipeline: Pipeline) -> ActiveRequest:
+    """Gives a request that runs, with a step in flight that has a row of it."""
+    request = make_request([1, 2, 3], max_new_tokens=9)
+    scheduler.add(request)
+    pipeline.step(64)
+    pipeline.step(64)
+    assert (len(pipeline.in_flight), request.num_in_flight, request.output_ids) == (1, 1, expected_output(request)[:1])
+    return request
+
+
+def test_the_blocks_of_a_cancelled_request_are_free_when_its_row_has_run() -> None:
+    scheduler = Scheduler(make_config())
+    pipeline = Pipeline(scheduler, depth=2)
+    request = ended_in_flight(scheduler, pipeline)
+    scheduler.end(request.request_id, FinishReason.CANCELLED, now=0.0)
+    scheduler.check_invariants()
+    assert (scheduler.has_requests, scheduler.stats().num_used_blocks) == (False, 1)
+    again = make_request([7, 8], max_new_tokens=2)
+    again.request_id = request.request_id
+    scheduler.add(again)
+    pipeline.step(64)
+    assert scheduler.stats().num_used_blocks == 1, "those of the second request of this id"
+    pipeline.drain()
+    assert request.output_ids == expected_output(request)[:1]
+    assert again.output_ids == expected_output(again)[:1]
+
+
+def test_the_token_after_the_end_is_thrown_away() -> None:
+    scheduler = Scheduler(make_config())
+    pipeline = Pipeline(scheduler, depth=2)
+    request = ended_in_flight(scheduler, pipeline)
+    end = next_token(request.token_ids)
+    request.sampling = replace(request.sampling, eos_token_ids=(end,))
+    plan = pipeline.step(64)
+    assert (request.finish_reason, [row.request for row in plan.rows]) == (FinishReason.STOP, [request])
+    assert scheduler.stats().num_used_blocks == 2
+    pipeline.drain()
+    assert request.output_ids[-1] == end
+    assert len(request.output_ids) == 2
+    assert (scheduler.stats().num_used_blocks, scheduler.counters.generated_tokens) == (0, 2)
+
+
+def test_a_row_that_fails_takes_its_next_one_with_it_and_no_other() -> None:
+    scheduler = Scheduler(make_config())
+    pipeline = Pipeline(scheduler, depth=2)
+    good, bad = make_request([1, 2, 3]), make_request([4, 5, 6])
+    scheduler.add(good)
+    scheduler.add(bad)
+    for _ in range(2):
+        pipeline.in_flight.append(scheduler.plan(64, now=0.0))
+    plan = pipeline.in_flight.popleft()
+    scheduler.commit(plan, pipeline.cache.run(plan) | {bad.request_id: SampledToken(0, error="boom")}, now=0.0)
+    scheduler.check_invariants()
+    assert (bad.status, bad.error, bad.output_ids) == (RequestStatus.FAILED, "boom", [])
+    while scheduler.has_requests:
+        pipeline.step(64)
+    assert bad.output_ids == []
+    assert good.output_ids == expected_output(good)
+    assert scheduler.stats().num_used_blocks == 0
+
+
+def test_nobody_gives_way_while_a_step_is_in_flight() -> None:
+    scheduler = Scheduler(make_config(num_blocks=4))
+    pipeline = Pipeline(scheduler, depth=2)
+    old, new = make_request([1] * 6, max_new_tokens=9), make_request([2] * 7, max_new_tokens=9)
+    scheduler.add(old)
+    scheduler.add(new)
+    pipeline.step(64)
+    while not scheduler.must_drain:
+        pipeline.step(64)
+    assert new.num_preemptions == 0
+    pipeline.step(64)
+    assert not pipeline.in_flight
+    pipeline.step(64)
+    assert new.num_preemptions == 1
+    while scheduler.has_requests:
+        pipeline.step(64)
+    assert [old.output_ids, new.output_ids] == [expected_output(old), expected_output(new)]
 
 
 def admission_order(scheduler: Scheduler, requests: list[ActiveRequest]) -> list[int]:

@@ -126,7 +126,8 @@ def test_a_method_takes_the_reference_parameters_in_their_order(owner: type, nam
 
 def test_the_config_has_the_reference_fields_in_their_order() -> None:
     fields = dataclasses.fields(ContinuousBatchingConfig)  # type: ignore[arg-type]  # pydantic's are dataclasses too
-    assert [field.name for field in fields] == list(CONFIG)
+    names = [field.name for field in fields]
+    assert names[: len(CONFIG)] == list(CONFIG), "ours come behind those of the reference"
     config = ContinuousBatchingConfig()
     assert {name: getattr(config, name) for name in CONFIG} == CONFIG
 

@@ -103,11 +103,12 @@ def test_tied_weights_stay_tied(tmp_path: Path) -> None:
     assert torch.equal(logits_of(model), logits_of(other))
 
 
-def test_weights_tied_by_storage_alone_stay_tied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_weights_tied_by_storage_alone_stay_tied(in_place: bool, tmp_path: Path) -> None:
     model, other = tiny_model("llama_tied", seed=1), tiny_model("llama_tied", seed=2)
     other.save_pretrained(tmp_path)
     model.lm_head.weight = torch.nn.Parameter(model.model.embed_tokens.weight.data)
-    stage_weights(model, str(tmp_path)).commit()
+    stage_weights(model, str(tmp_path)).commit(in_place=in_place)
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
     assert torch.equal(logits_of(model), logits_of(other))
 
@@ -312,20 +313,21 @@ def test_all_the_kinds_of_numbers_are_read(tmp_path: Path) -> None:
             assert torch.equal(read.double(), tensor.double())
 
 
-def test_rollback_and_commit_may_alternate_until_discarded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rollback_and_commit_may_alternate_until_discarded(in_place: bool, tmp_path: Path) -> None:
     model, other = tiny_model(seed=1), tiny_model(seed=2)
     other.save_pretrained(tmp_path)
     old, new = snapshot(model), snapshot(other)
     staged = stage_weights(model, str(tmp_path))
     staged.rollback()
     for _ in range(2):
-        staged.commit()
+        staged.commit(in_place=in_place)
         assert_same(model, new)
         with pytest.raises(WeightsError, match="committed"):
             staged.commit()
         staged.rollback()
         assert_same(model, old)
-    staged.commit()
+    staged.commit(in_place=in_place)
     staged.discard()
     staged.rollback()
     staged.discard()
@@ -334,14 +336,15 @@ def test_rollback_and_commit_may_alternate_until_discarded(tmp_path: Path) -> No
         staged.commit()
 
 
-def test_a_commit_that_fails_half_way_changes_nothing() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_commit_that_fails_half_way_changes_nothing(in_place: bool) -> None:
     held = [torch.nn.Parameter(torch.full((3,), float(i))) for i in range(3)]
     fitting = [torch.full((3,), 10.0 + i) for i in range(3)]
     # Of the right shape, dtype and device, and yet no tensor that a dense one can exchange its storage with.
     fitting[2] = fitting[2].to_sparse()
     staged = StagedWeights(zip(held, fitting, strict=True))
     with pytest.raises(RuntimeError):
-        staged.commit()
+        staged.commit(in_place=in_place)
     assert [parameter[0].item() for parameter in held] == [0.0, 1.0, 2.0]
     staged.rollback()
     assert [parameter[0].item() for parameter in held] == [0.0, 1.0, 2.0]
@@ -363,6 +366,17 @@ def test_a_commit_exchanges_storages_and_copies_nothing() -> None:
     new = [torch.ones(8) for _ in held]
     StagedWeights(zip(held, new, strict=True)).commit()
     assert [parameter.data_ptr() for parameter in held] == [tensor.data_ptr() for tensor in new]
+
+
+def test_a_commit_in_place_moves_no_tensor() -> None:
+    held = [torch.nn.Parameter(torch.zeros(8)) for _ in range(3)]
+    places = [parameter.data_ptr() for parameter in held]
+    staged = StagedWeights((parameter, torch.ones(8)) for parameter in held)
+    staged.commit(in_place=True)
+    assert all((parameter == 1).all() for parameter in held)
+    staged.rollback()
+    assert all((parameter == 0).all() for parameter in held)
+    assert [parameter.data_ptr() for parameter in held] == places
 
 
 def test_gradients_and_training_mode_are_left_as_they_were(tmp_path: Path) -> None:

@@ -1,0 +1,177 @@
+"""Norms, gates and rotations of a model on a CPU, computed in one pass each where that gives what the model gives.
+
+Nothing is taken for granted from a name: a module gets a stand-in only where both give the same for random input.
+"""
+
+import inspect
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from engine.attention.cpu import load_kernels
+from engine.stand_ins import StandIn, has_own_forward
+
+ROTATION = "apply_rotary_pos_emb"
+"""What most families of transformers call in the forward of their attention; it is a global of their module."""
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+PROBE_SCALES = (1e-3, 1.0, 30.0)
+TOLERANCE = 2e-5
+"""Of the largest value; one order above what float32 sums in another order come to, and far below another formula."""
+
+Kernels = Any
+"""The module `fused_kernels`: numba has no types."""
+
+
+def fuse_layers(model: PreTrainedModel) -> list[StandIn]:
+    """Gives the stand-ins for a model's modules; none unless it is float32 on a CPU, and whole.
+
+    The first time on a machine takes some seconds, for compiling.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.float32 or getattr(model, "tp_size", None):
+        return []
+    kernels = load_kernels("engine.fused_kernels")
+    with torch.inference_mode():
+        found = [(module, _stand_in(module, kernels)) for module in model.modules() if not has_own_forward(module)]
+    return [(module, forward) for module, forward in found if forward is not None]
+
+
+def _stand_in(module: nn.Module, kernels: Kernels) -> Callable[..., Any] | None:
+    own = _without_deprecation(type(module).forward)
+    if type(module).__name__.endswith("RMSNorm"):
+        return _norm(module, kernels)
+    if {name for name, _ in module.named_children()} == MLP_PARTS:
+        return _gated(module, kernels)
+    if inspect.isfunction(own) and own.__closure__ is None and ROTATION in own.__code__.co_names:
+        return _rotating(module, own, kernels)
+    return None
+
+
+def _norm(module: Any, kernels: Kernels) -> Callable[[Tensor], Tensor] | None:
+    weight = getattr(module, "weight", None)
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(epsilon, float):
+        return None
+
+    def normalize(rows: Tensor, weight_D: Tensor, offset: float) -> Tensor:
+        rows = rows.contiguous()
+        out = torch.empty_like(rows)
+        numbers = np.float32(offset), np.float32(epsilon)
+        kernels.normalize(_matrix(rows), weight_D.detach().numpy(), *numbers, _matrix(out))
+        return out
+
+    # Tried with random weights: those of today may hide a difference.
+    trial_D = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+
+    def own(rows: Tensor) -> Tensor:
+        wanted: Tensor = functional_call(module, {"weight": trial_D}, (rows,))
+        return wanted
+
+    if not _takes_rows_alone(module):
+        return None
+    for offset in (0.0, 1.0):  # some families store what is to be added to one
+        if _agree(own, partial(normalize, weight_D=trial_D, offset=offset), len(weight)):
+            return _with_weight_of(module, partial(normalize, offset=offset))
+    return None
+
+
+def _with_weight_of(module: Any, normalize: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda rows: normalize(rows, weight_D=module.weight)
+
+
+def _gated(module: Any, kernels: Kernels) -> Callable[[Tensor], Tensor] | None:
+    if not isinstance(module.gate_proj, nn.Linear):
+        return None
+
+    def forward(rows: Tensor) -> Tensor:
+        gated = module.gate_proj(rows)
+        kernels.gate(_matrix(gated), _matrix(module.up_proj(rows)))
+        out: Tensor = module.down_proj(gated)
+        return out
+
+    is_same = _takes_rows_alone(module) and _agree(module, forward, module.gate_proj.in_features)
+    return forward if is_same else None
+
+
+def _rotating(module: nn.Module, own: types.FunctionType, kernels: Kernels) -> Callable[..., Any] | None:
+    """Gives the module's own forward, which finds another function under the name of the rotation."""
+    original: Any = own.__globals__.get(ROTATION)
+    if not inspect.isfunction(original):
+        return None
+
+    def rotate(query: Tensor, key: Tensor, cosine: Tensor, sine: Tensor, *rest: Any, **named: Any) -> Any:
+        fits = all(_fits(heads, turn) for heads in (query, key) for turn in (cosine, sine))
+        if rest or named or not fits:
+            return original(query, key, cosine, sine, *rest, **named)
+        return tuple(_rotated(heads, cosine[0], sine[0], kernels) for heads in (query, key))
+
+    if not _rotations_agree(original, rotate):
+        return None
+    twin = types.FunctionType(own.__code__, {**own.__globals__, ROTATION: rotate}, own.__name__, own.__defaults__)
+    twin.__kwdefaults__ = own.__kwdefaults__
+    return types.MethodType(twin, module)
+
+
+def _without_deprecation(forward: Any) -> Any:
+    """Takes off what only tells callers of renamed arguments; the model itself does not use old names."""
+    while getattr(forward, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        forward = forward.__wrapped__
+    return forward
+
+
+def _fits(heads_1ATD: Tensor, turn_1TD: Tensor) -> bool:
+    """True where the kernel can take both as they lie in memory."""
+    return (
+        heads_1ATD.ndim == 4
+        and turn_1TD.shape == (1, *heads_1ATD.shape[2:])
+        and turn_1TD.is_contiguous()
+        and heads_1ATD.transpose(1, 2).is_contiguous()
+    )
+
+
+def _rotated(heads_1ATD: Tensor, cosine_TD: Tensor, sine_TD: Tensor, kernels: Kernels) -> Tensor:
+    rows_TAD = heads_1ATD[0].transpose(0, 1)
+    out_TAD = torch.empty_like(rows_TAD)
+    kernels.rotate(rows_TAD.numpy(), cosine_TD.numpy(), sine_TD.numpy(), out_TAD.numpy())
+    return out_TAD.transpose(0, 1)[None]
+
+
+def _matrix(rows: Tensor) -> np.ndarray:
+    array: np.ndarray = rows.view(-1, rows.shape[-1]).numpy()
+    return array
+
+
+def _takes_rows_alone(module: nn.Module) -> bool:
+    return len(inspect.signature(module.forward).parameters) == 1
+
+
+def _agree(own: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], width: int) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    trials = (torch.randn(1, 3, width, generator=generator) * scale for scale in PROBE_SCALES)
+    return all(_is_close(own(rows), other(rows)) for rows in trials)
+
+
+def _rotations_agree(original: Callable[..., Any], rotate: Callable[..., Any]) -> bool:
+    if list(inspect.signature(original).parameters)[:4] != ["q", "k", "cos", "sin"]:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    query_1TAD, key_1TAD, angle_1T1D = (torch.randn(1, 5, heads, 8, generator=generator) for heads in (4, 2, 1))
+    # Unlike a real model's, all angles differ: so another order of the halves shows.
+    turns = angle_1T1D[:, :, 0].cos(), angle_1T1D[:, :, 0].sin()
+    arguments = query_1TAD.transpose(1, 2), key_1TAD.transpose(1, 2), *turns
+    try:
+        return all(map(_is_close, original(*arguments), rotate(*arguments)))
+    except (RuntimeError, TypeError, ValueError):  # it takes other shapes
+        return False
+
+
+def _is_close(wanted: Tensor, found: Tensor) -> bool:
+    if wanted.shape != found.shape or wanted.dtype != found.dtype:
+        return False
+    return bool((wanted - found).abs().max() <= TOLERANCE * wanted.abs().max())

@@ -1,0 +1,173 @@
+"""Packed weights are a faster way to the same numbers: never to those of other weights, and nothing stays behind."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_runs import DEADLINE_S, greedy, prompt_of, run_all, running
+from tiny_models import SUPPORTED, tiny_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine import ContinuousBatchingManager, InvalidRequest, StagedWeights, stage_weights
+from engine.packed_weights import MAX_ROWS, PackedWeights, pack_weights
+from engine.stand_ins import in_use
+
+PROMPTS = [prompt_of(length, seed=4) for length in (3, 20, 45)]
+NUM_NEW = 10
+
+
+def answers(model: PreTrainedModel) -> list[list[int]]:
+    return [greedy(model, prompt, NUM_NEW) for prompt in PROMPTS]
+
+
+def logits_of(model: PreTrainedModel, num_tokens: int = 12) -> Tensor:
+    ids_1T = torch.arange(num_tokens)[None] % model.config.vocab_size
+    with torch.inference_mode():
+        logits: Tensor = model(ids_1T).logits
+    return logits
+
+
+def packed_of(model: PreTrainedModel) -> PackedWeights:
+    packed = PackedWeights(model)
+    packed.refresh()
+    return packed
+
+
+def staged(model: PreTrainedModel, folder: Path, *, seed: int) -> tuple[StagedWeights, PreTrainedModel]:
+    new = tiny_model("llama", seed=seed)
+    new.save_pretrained(folder)
+    return stage_weights(model, str(folder)), new
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_every_family_computes_the_same(family: str) -> None:
+    model = tiny_model(family)
+    packed = packed_of(model)
+    expected = logits_of(model)
+    with in_use(packed.stand_ins()):
+        found = logits_of(model)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_tokens", [1, 2, 32, 33, MAX_ROWS, MAX_ROWS + 1])
+def test_any_number_of_rows_goes(num_tokens: int, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    model = tiny_model("llama")
+    packed = packed_of(model)
+    expected = logits_of(model, num_tokens)
+    with in_use(packed.stand_ins()):
+        torch.testing.assert_close(logits_of(model, num_tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_model_is_its_owners_again_after_each_use() -> None:
+    model = tiny_model("llama")
+    packed = packed_of(model)
+    before = [sorted(vars(module)) for module in model.modules()]
+    with pytest.raises(RuntimeError), in_use(packed.stand_ins()):
+        raise RuntimeError
+    assert [sorted(vars(module)) for module in model.modules()] == before
+
+
+def test_a_layer_with_a_way_of_its_own_is_left_alone() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, rows: Tensor) -> Tensor:
+            return 2 * super().forward(rows)
+
+    model = tiny_model("llama")
+    mlp: Any = model.model.layers[0].mlp
+    doubling = Doubling(64, 96, bias=False)
+    doubling.load_state_dict(mlp.up_proj.state_dict())
+    mlp.up_proj = doubling
+    mlp.gate_proj.forward = lambda rows: rows @ mlp.gate_proj.weight.T * 3
+    packed = packed_of(model)
+    expected = logits_of(model)
+    with in_use(packed.stand_ins()):
+        torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
+    assert "forward" in vars(mlp.gate_proj)
+
+
+def test_a_tensor_that_took_the_place_of_a_weight_is_what_counts() -> None:
+    model = tiny_model("llama")
+    packed = packed_of(model)
+    new = tiny_model("llama", seed=9)
+    for held, spare in zip(model.parameters(), new.parameters(), strict=True):
+        held.data = spare.data
+    for refreshed in (False, True):
+        if refreshed:
+            packed.refresh()
+        with in_use(packed.stand_ins()):
+            torch.testing.assert_close(logits_of(model), logits_of(new), rtol=1e-4, atol=1e-4)
+
+
+def test_a_swap_finds_its_copies_made(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    packed = packed_of(model)
+    weights, new = staged(model, tmp_path, seed=5)
+    packed.prepare(weights.pairs)
+    weights.commit()
+    known = dict(packed._packed)
+    packed.refresh()
+    assert packed._packed.items() <= known.items(), "a pause would have packed weights"
+    assert len(packed._packed) < len(known), "the old copies are still there"
+    with in_use(packed.stand_ins()):
+        torch.testing.assert_close(logits_of(model), logits_of(new), rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_are_those_of_the_weights_after_every_kind_of_change(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    first = tiny_model("llama")
+    with running(model, pack_weights=True) as manager:
+        assert run_all(manager, PROMPTS, max_new_tokens=NUM_NEW) == answers(first)
+        weights, second = staged(model, tmp_path, seed=5)
+        manager.commit_weights(weights)
+        assert run_all(manager, PROMPTS, max_new_tokens=NUM_NEW) == answers(second)
+        with manager.pause():
+            weights.rollback()
+        assert run_all(manager, PROMPTS, max_new_tokens=NUM_NEW) == answers(first)
+        third = tiny_model("llama", seed=6)
+        with manager.pause(), torch.no_grad():
+            for held, other in zip(model.parameters(), third.parameters(), strict=True):
+                held.data.copy_(other)
+        assert run_all(manager, PROMPTS, max_new_tokens=NUM_NEW) == answers(third)
+        manager.stop(timeout=DEADLINE_S)
+        with torch.no_grad():
+            model.load_state_dict(first.state_dict())
+        manager.start()
+        assert run_all(manager, PROMPTS, max_new_tokens=NUM_NEW) == answers(first)
+
+
+def test_the_old_weights_are_not_kept_by_their_copies(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    with running(model, pack_weights=True) as manager:
+        for seed in (5, 6, 7):
+            weights, _ = staged(model, tmp_path / str(seed), seed=seed)
+            manager.commit_weights(weights)
+            weights.discard()
+        packed = manager._packed
+        assert packed is not None
+        held = {parameter.data_ptr() for parameter in model.parameters()}
+        assert {one.source.data_ptr() for one in packed._packed.values()} <= held
+
+
+def test_copies_that_take_much_of_the_memory_are_made_when_asked_for() -> None:
+    model = tiny_model("llama")
+    size = PackedWeights(model).size_bytes
+    assert pack_weights(model, wanted=None, free_bytes=4 * size) is not None
+    assert pack_weights(model, wanted=None, free_bytes=4 * size - 4) is None
+    assert pack_weights(model, wanted=True, free_bytes=size) is not None
+    assert pack_weights(model, wanted=False, free_bytes=100 * size) is None
+
+
+def test_what_cannot_be_packed_is_refused_by_name_or_left() -> None:
+    model = tiny_model("llama").to(torch.bfloat16)
+    assert pack_weights(model, wanted=None, free_bytes=1 << 40) is None
+    with pytest.raises(InvalidRequest, match=r"pack_weights=True .* torch.bfloat16 on cpu; leave it at None"):
+        pack_weights(model, wanted=True, free_bytes=1 << 40)
+
+
+def test_a_manager_packs_by_itself_and_counts_the_memory() -> None:
+    manager = ContinuousBatchingManager(tiny_model("llama"))
+    assert manager._packed is not None
