@@ -56,7 +56,10 @@ def start_engine(
 
 
 class RankWorker:
-    """A rank that is not the driver: a Ray actor with one method, which lasts as long as the engine."""
+    """A rank that is not the driver: a Ray actor, busy for as long as the engine lasts."""
+
+    def arrive(self) -> None:
+        """Answers as soon as this process has started."""
 
     def follow(self, settings: AppSettings, path: str, place: RankPlace) -> None:
         """Computes what the driver orders until it stops; raises when this rank cannot go on."""
@@ -79,6 +82,7 @@ class RankCrew:
         self.place = RankPlace(0, size, port)
         worker: Any = ray.remote(num_cpus=replicas.num_cpus, num_gpus=replicas.num_gpus)(RankWorker)
         self._actors = [worker.remote() for _ in range(1, size)]
+        self._arrivals = [actor.arrive.remote() for actor in self._actors]
         calls = [
             actor.follow.remote(settings, path, RankPlace(rank, size, port))
             for rank, actor in enumerate(self._actors, start=1)
@@ -86,6 +90,10 @@ class RankCrew:
         loop = asyncio.get_running_loop()
         self._ends = [loop.create_task(_end_of(call, rank)) for rank, call in enumerate(calls, start=1)]
         self._is_released = False
+
+    async def arrive(self) -> None:
+        """Returns when all ranks have started: a process takes seconds to, for which nobody should wait in a group."""
+        await self.unless_lost(asyncio.gather(*map(_result, self._arrivals)))
 
     async def unless_lost(self, work: Awaitable[T]) -> T:
         """Gives the result of `work`; raises EngineDead, with the reason, when a rank ends before it."""
@@ -115,6 +123,11 @@ class RankCrew:
         """Kills the ranks that have not ended."""
         for actor in self._actors:
             ray.kill(actor)
+
+
+async def _result(call: Any) -> None:
+    # An object reference is awaitable but no coroutine, which gather wants.
+    await call
 
 
 async def _end_of(call: Any, rank: int) -> str:

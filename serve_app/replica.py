@@ -178,6 +178,7 @@ class EngineReplica:
             self._manager = await asyncio.to_thread(start_engine, self._settings, path)
             return
         self._crew = crew = RankCrew(self._settings, path)
+        await crew.arrive()
         self._manager = await crew.unless_lost(
             asyncio.to_thread(start_engine, self._settings, path, crew.place, crew.meeting)
         )

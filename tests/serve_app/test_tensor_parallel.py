@@ -1,6 +1,5 @@
 """A replica of two gloo ranks on the CPU through Ray Serve. The tests share one application and run in their order."""
 
-import asyncio
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -32,7 +31,7 @@ def application(folders: dict[str, str]) -> Iterator[None]:
     settings = parse_settings(
         {
             "model": folders["base"],
-            "engine": {"page_size": 16, "num_blocks": 256, "cpu_group_timeout": 60.0},
+            "engine": {"page_size": 16, "num_blocks": 256},
             "replicas": {"tensor_parallel_size": 2, "torch_threads": 1, "graceful_shutdown_timeout_s": 1},
             "weights": {"heartbeat_interval_s": 0.5},
         }
@@ -99,14 +98,14 @@ async def test_weights_that_no_rank_can_take_change_none(llm: Pitstop, folders: 
 async def test_a_swap_reaches_all_ranks_while_a_stream_runs(llm: Pitstop, folders: dict[str, str]) -> None:
     versions: list[int] = []
     num_tokens, result = 0, None
-    async for event in llm.generate(PROMPT, greedy(1500)):
+    async for event in llm.generate(PROMPT, greedy(400)):
         num_tokens += len(event.token_ids)
         versions += [span.version for span in event.weight_versions]
         if result is None:
             result = await llm.swap_weights(folders["second"])
     assert result is not None
     assert (result.version, result.lagging) == (2, [])
-    assert (num_tokens, versions[0], versions[-1]) == (1500, 1, 2)
+    assert (num_tokens, versions[0], versions[-1]) == (400, 1, 2)
     assert await tokens_of(llm) == expected_tokens(folders["second"])
 
 
@@ -117,17 +116,21 @@ async def test_a_group_that_loses_a_process_is_replaced_whole(
     group = processes(RANK) + processes(REPLICA)
     (before,) = (await llm.status()).replicas
     assert len(group) == 2
-    stream = asyncio.get_running_loop().create_task(tokens_of(llm, 1500))
-    await eventually(lambda: llm.status(), until=lambda status: any(one.num_running for one in status.replicas))
+    events = llm.generate(PROMPT, greedy(1500))
+    first = await anext(events)
     for process in processes(victim):
         process.kill()
-    outcome = await stream
-    assert isinstance(outcome, ReplicaLost) or outcome == expected_tokens(folders["second"], num_tokens=1500)
+    # The stream is lost, or resumed where the application can.
+    try:
+        rest = [token async for event in events for token in event.token_ids]
+        assert first.token_ids + rest == expected_tokens(folders["second"], num_tokens=1500)
+    except ReplicaLost:
+        pass
     assert psutil.wait_procs(group, timeout=30)[1] == []
 
     async def names() -> list[str]:
         return [report.replica_id for report in (await llm.status()).replicas if report.state == "ready"]
 
-    await eventually(names, until=lambda found: len(found) == 1 and found != [before.replica_id])
+    await eventually(names, until=lambda found: len(found) == 1 and found != [before.replica_id], deadline_s=120)
     assert await tokens_of(llm) == expected_tokens(folders["second"])
     assert (await llm.status()).committed.version == 2
