@@ -100,7 +100,7 @@ class ContinuousBatchingManager:
             num_sharers=self._ranks.num_on_machine if self._ranks is not None else 1,
             free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
             no_flash=chosen if isinstance(chosen, str) else None,
-            no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
+            no_graphs=self._why_no_graphs(),
             is_cut=self._ranks is not None,
         )
         if self._ranks is not None:
@@ -467,6 +467,11 @@ class ContinuousBatchingManager:
         """Values may have changed in place, which no address shows."""
         if self._packed is not None:
             self._packed.refresh(all_of_them=True)
+
+    def _why_no_graphs(self) -> str | None:
+        if self._ranks is not None:
+            return "the model is cut over tensor parallel ranks, which would have to capture in step"
+        return f"the device is {self.model.device.type}" if self._graphs is None else None
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()
