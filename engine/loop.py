@@ -52,13 +52,13 @@ class _Cancel:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
-    """A step in flight; `started` is when its planning began."""
+    """A step in flight; `started` is when its planning began. Without a handle its launch has failed."""
 
     plan: StepPlan
-    handle: StepHandle
     started: float
+    handle: StepHandle | None = None
 
 
 class GenerationLoop:
@@ -290,11 +290,14 @@ class GenerationLoop:
             assert self._in_flight, "requests are active, but none can be scheduled"
             return False
         self._step_started = self._step_started or started
-        self._in_flight.append(_Flight(plan, self._runner.launch(plan), started))
+        # In the books before anything can go wrong: what the plan holds has to be given back.
+        self._in_flight.append(_Flight(plan, started))
+        self._in_flight[-1].handle = self._runner.launch(plan)
         return True
 
     def _land(self) -> None:
         flight = self._in_flight[0]
+        assert flight.handle is not None
         samples = flight.handle.wait()
         self._in_flight.popleft()
         now = perf_counter()

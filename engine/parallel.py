@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
 from time import monotonic, sleep
@@ -66,6 +66,7 @@ class WeightsTask:
     staged: int
     path: str = ""
     cast: bool = False
+    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +131,13 @@ class RankGroup:
             self._orders.delete_key(f"order/{self._num_orders - KEPT_ORDERS}")
             self._num_orders += 1
 
-    def ask(self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False) -> int:
+    def ask(
+        self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False, in_place: bool = False
+    ) -> int:
         """Sends a task to the other ranks and gives its number; the driver calls it and holds `asking`."""
         self._num_asked += 1
-        task = WeightsTask(deed, self._num_asked, self._num_asked if staged is None else staged, path, cast)
+        number = self._num_asked
+        task = WeightsTask(deed, number, number if staged is None else staged, path, cast, in_place)
         self.send(Order(Verb.WEIGHTS, task=task))
         return task.number
 
@@ -253,7 +257,7 @@ def encode(order: Order) -> str:
         [row.request.request_id, row.start, row.token_ids, row.block_tables, row.samples] for row in order.plan.rows
     ]
     copies = [[[copy.kind.value, copy.source, copy.target] for copy in group] for group in order.plan.copies]
-    task = order.task and [order.task.deed, order.task.number, order.task.staged, order.task.path, order.task.cast]
+    task = order.task and astuple(order.task)
     return json.dumps([order.verb.value, rows, copies, task])
 
 

@@ -342,6 +342,7 @@ def test_a_broken_device_ends_the_loop_and_says_so(model: PreTrainedModel) -> No
     assert all("fell off the bus" in str(output.error) for output in outputs)
     manager.join(0.0, timeout=DEADLINE_S)
     assert not manager.is_running()
+    assert manager.stats().num_used_blocks == 0
     with pytest.raises(EngineDead, match="fell off the bus"):
         manager.check_health()
     with pytest.raises(EngineDead, match="fell off the bus"):
