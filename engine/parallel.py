@@ -66,7 +66,6 @@ class WeightsTask:
     staged: int
     path: str = ""
     cast: bool = False
-    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +130,11 @@ class RankGroup:
             self._orders.delete_key(f"order/{self._num_orders - KEPT_ORDERS}")
             self._num_orders += 1
 
-    def ask(
-        self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False, in_place: bool = False
-    ) -> int:
+    def ask(self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False) -> int:
         """Sends a task to the other ranks and gives its number; the driver calls it and holds `asking`."""
         self._num_asked += 1
         number = self._num_asked
-        task = WeightsTask(deed, number, number if staged is None else staged, path, cast, in_place)
+        task = WeightsTask(deed, number, number if staged is None else staged, path, cast)
         self.send(Order(Verb.WEIGHTS, task=task))
         return task.number
 
