@@ -89,7 +89,7 @@ def _weigh(
     rules: LayerRules,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Mask None: as many queries as keys, and none looks ahead."""
+    """Where mask is None there are as many queries as keys, and none looks ahead."""
     key, value = key_and_value
     if mask is None:
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=rules.scale)
