@@ -99,6 +99,8 @@ class ReplicaReport:
     num_waiting: int = 0
     kv_usage: float = 0.0
     age_s: float = 0.0
+    num_ranks: int = 1
+    """Processes that the model is cut over."""
 
 
 @dataclass(frozen=True, slots=True)

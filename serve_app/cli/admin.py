@@ -71,9 +71,10 @@ def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
     if fleet.get("swap_in_progress"):
         typer.echo(f"swap in progress: {fleet['swap_in_progress']}")
     for replica in fleet["replicas"]:
+        ranks = f", {replica['num_ranks']} ranks" if replica.get("num_ranks", 1) > 1 else ""
         typer.echo(
             f"{replica['replica_id']}: version {replica['version']}, {replica['state']}, "
-            f"{replica['num_running']} running, {replica['num_waiting']} waiting"
+            f"{replica['num_running']} running, {replica['num_waiting']} waiting{ranks}"
         )
 
 

@@ -56,7 +56,7 @@ class Fleet:
 
     def __init__(self, managers: list[ContinuousBatchingManager], base: str) -> None:
         self.followers = {
-            name: WeightFollower(manager, manager.model, replica_id=name, base_path=base)
+            name: WeightFollower(manager, replica_id=name, base_path=base)
             for name, manager in zip("ab", managers, strict=True)
         }
         self.cut_off: set[str] = set()
@@ -271,7 +271,7 @@ async def test_a_late_replica_takes_the_committed_weights(fleet: Fleet, folders:
     follower = fleet.followers["b"]
     assert await follower.catch_up(await fleet.weights.committed())
     assert (follower.version, follower.source) == (result.version, WeightSource(folders["second"]))
-    weights = [f._model.get_output_embeddings().weight for f in fleet.followers.values()]
+    weights = [f._manager.model.get_output_embeddings().weight for f in fleet.followers.values()]
     assert torch.equal(weights[0], weights[1])
 
 
