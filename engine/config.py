@@ -55,7 +55,9 @@ class ContinuousBatchingConfig:
     decode_compile_config: the same for steps of single tokens.
     default_compile_level: 0 compiles nothing; 1 is mode "default" for steps of every size; 2 is
         "max-autotune-no-cudagraphs" likewise; 3 the same for fixed sizes: steps are padded to multiples of 64 tokens,
-        and each size is compiled when it first comes.
+        and each size is compiled when it first comes. On a CPU 1 gives a tenth fewer tokens than 0 (30 layers of width
+        576, 16 requests, one thread) after 40 to 120 s of compiling: it stands in for the packed weights and the fused
+        layers of float32. On a GPU it is not measured yet.
     scheduler_type: "fifo" (decode first), "prefill_first", "priority" (smallest first), "fair" (between tenants).
     safety_margin: share of the blocks below which no further request is admitted; None is 0.15, prefill_first 0.
     cpu_offload_space: GiB of host memory where evicted blocks of the prefix cache go; None takes half of what is free.

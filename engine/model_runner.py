@@ -93,13 +93,17 @@ class ModelRunner:
 
     def warm_up(self) -> None:
         """Compiles and captures what the first steps would otherwise have to. Not while a step runs."""
-        with torch.inference_mode():
-            self._model.eval()
-            if self._compiled is not None:
-                with use_step(self._configs):
-                    self._compiled.warm_up(self._model.device)
-            if self._graphs is not None:
-                self._graphs.warm_up()
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.inference_mode():
+                if self._compiled is not None:
+                    with use_step(self._configs):
+                        self._compiled.warm_up(self._model.device)
+                if self._graphs is not None:
+                    self._graphs.warm_up()
+        finally:
+            self._model.train(was_training)
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Makes the planned copies and computes a step; its handle has the token of each row that samples.

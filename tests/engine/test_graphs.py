@@ -212,3 +212,10 @@ def test_graphs_live_as_long_as_their_cache() -> None:
         manager.stop()
     assert len(graphs.captured) % 2 == 0
     assert torch.Size([64, 256]) in graphs.captured
+
+
+def test_warming_up_leaves_the_mode_of_the_model_alone() -> None:
+    model = tiny_model()
+    model.train()
+    ContinuousBatchingManager(model, None, small_config(), **tools(FakeGraphs())).warmup()
+    assert model.training

@@ -88,6 +88,8 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Families that the engine serves."""
+EAGER_ONLY = {"gemma2"}
+"""Their scores have a soft cap, which some releases of transformers leave out where torch computes attention."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "bloom": ("BloomConfig", {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "n_layer": 2, "n_head": 4}),
@@ -110,6 +112,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 def tiny_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Gives a float32 model on the CPU, in eval mode; `overrides` are fields of its config."""
     class_name, fields = (SUPPORTED | REFUSED)[family]
+    if family in EAGER_ONLY:
+        fields = {"attn_implementation": "eager", **fields}
     config: PreTrainedConfig = getattr(transformers, class_name)(**{**fields, **overrides})
     auto_class: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
