@@ -52,19 +52,23 @@ class CudaGraphs:
     """Captures on a stream of its own; all graphs share one pool, since no two run at once."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         """Runs the work once, for what libraries set up at their first call, and captures it."""
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            work()
-        torch.cuda.current_stream().wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # Another thread may be reading new weights, which allocates; only what this thread does is captured.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = work()
+        # Streams are of the present device, which need not be the model's.
+        with torch.cuda.device(self._device):
+            usual = torch.cuda.current_stream()
+            self._stream.wait_stream(usual)
+            with torch.cuda.stream(self._stream):
+                work()
+            usual.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # Another thread may be reading new weights, which allocates; only what this thread does is captured.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                output = work()
         return _CudaGraph(output, graph)
 
 

@@ -50,6 +50,7 @@ def answers(model: PreTrainedModel) -> list[list[int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning:torch")  # torch's own, at the import of its compiler
 def test_level_1_makes_machine_code_that_gives_the_same_tokens() -> None:
     model = tiny_model(num_hidden_layers=1)
     expected = answers(model)
