@@ -7,73 +7,53 @@ that does not hear it learns it from its next heartbeat and is out of routing un
 
 import asyncio
 import logging
-import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import replace
 from pathlib import PurePath
-from typing import Any
 
-from engine import (
-    InvalidRequest,
-    PitstopError,
-    SwapConflict,
-    WeightsError,
-    WeightsInvalid,
-    WeightsSourceError,
-)
+from engine import InvalidRequest, PitstopError, SwapConflict, WeightsSourceError
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
     FleetStatus,
     ReplicaReport,
     RollbackRequest,
-    SwapOrder,
-    SwapReply,
     SwapRequest,
     SwapResult,
 )
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
-from serve_app.protocol.errors import ManifestError, VersionUnavailable
+from serve_app.protocol.errors import VersionUnavailable
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
-from serve_app.weight_history import WeightHistory, now
+from serve_app.two_phase_swap import CallAll, TwoPhaseSwap
+from serve_app.weight_history import WeightHistory
 
 logger = logging.getLogger("ray.serve.pitstop")
 
 IN_FLIGHT_CHOICES = ("keep", "recompute", "abort")
 RECOVERY_TIMEOUT_S = 10.0
 """For the reports of running replicas after a restart; ten heartbeats."""
-MISSING_PATIENCE = 3
-"""Times `forget_after_s`: long enough for Ray to reach a new replica, and for a lost one to be forgotten."""
 SWAP_OUTCOMES = ("committed", "refused", "conflict", "rolled_back")
 MAX_LABEL_LENGTH = 1024
 """Characters of a label and of an idempotency key, which the history keeps."""
 
-CallAll = Callable[..., Awaitable[list[Any]]]
-"""Calls (method, argument, timeout_s=...) on every running replica and gives the answers, as `broadcast.call_all`."""
 CountRunning = Callable[[], Awaitable[int]]
 """Gives how many replicas are running and so will report."""
 
 
 class FleetWeights:
-    """Who serves what, and one swap at a time. One event loop only.
-
-    Invariants: at most one swap is under way; the committed version changes only between staging and committing, and
-    back only where it is certain that no replica has the new version.
-    """
+    """Who serves what, and one swap at a time. One event loop only."""
 
     def __init__(
         self, settings: WeightSettings, history: WeightHistory, *, call_all: CallAll, count_running: CountRunning
     ) -> None:
-        self._deadlines = settings
         self._history = history
-        self._call_all = call_all
         self._count_running = count_running
         self._swap_id: str | None = None
-        self._outcome = "refused"
         self._reports = ReplicaReports(forget_after_s=settings.forget_after_s)
+        self._two_phases = TwoPhaseSwap(settings, history, self._reports, call_all=call_all)
         self._problem: tuple[int, str] | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
@@ -180,12 +160,13 @@ class FleetWeights:
                 f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}", "in_flight"
             )
         self._refuse_conflicts(version)
-        self._swap_id, self._outcome = uuid.uuid4().hex, "refused"
+        self._swap_id = uuid.uuid4().hex
         numbered = replace(version, version=self._history.next_version, swap_id=self._swap_id)
         try:
-            result = await self._run(numbered, in_flight)
+            result = await self._two_phases.run(numbered, in_flight=in_flight)
         except PitstopError as error:
-            self._recorder.count("pitstop_swaps_total", self._outcome)
+            outcome = "rolled_back" if self._two_phases.was_rolled_back else "refused"
+            self._recorder.count("pitstop_swaps_total", outcome)
             logger.warning("event=swap_refused swap=%s error=%r", self._swap_id, str(error))
             raise
         finally:
@@ -209,119 +190,6 @@ class FleetWeights:
         if reason is not None:
             self._recorder.count("pitstop_swaps_total", "conflict")
             raise SwapConflict(reason)
-
-    async def _run(self, version: CommittedVersion, in_flight: str) -> SwapResult:
-        started = time.monotonic()
-        previous = self._history.newest.version
-        order = SwapOrder(str(version.swap_id), version.version, version.source, in_flight, version.cast)
-        # Before the weights are read, which takes minutes where they are large.
-        await self._history.check_writable()
-        logger.info("event=swap_started swap=%s version=%d", order.swap_id, order.version)
-        staged = await self._stage(order)
-        staged_s = round(time.monotonic() - started, 4)
-        result = SwapResult(
-            version=order.version,
-            previous_version=previous,
-            replicas=[],
-            staged_s=staged_s,
-            paused_s=0.0,
-            total_s=staged_s,
-            swap_id=order.swap_id,
-            lagging=sorted(staged),
-        )
-        await self._decide(replace(version, committed_at=now(), result=result))
-        replies = await self._commit(order)
-        done = sorted(reply.replica_id for reply in replies)
-        result = replace(
-            result,
-            replicas=done,
-            paused_s=round(max((reply.paused_s for reply in replies), default=0.0), 4),
-            total_s=round(time.monotonic() - started, 4),
-            lagging=sorted((staged | self._reports.names()) - set(done)),
-        )
-        await self._history.keep_result(result)
-        return result
-
-    async def _stage(self, order: SwapOrder) -> set[str]:
-        """Gives the replicas that have staged; where one has not, tells all to drop it and raises."""
-        try:
-            return await self._stage_everywhere(order)
-        except WeightsError:
-            await self._abort(order.swap_id)
-            raise
-
-    async def _stage_everywhere(self, order: SwapOrder) -> set[str]:
-        """Asks until every replica that reports has staged.
-
-        Ray reaches a replica a moment after its first report, and one that is gone is heard of for a while yet. Asking
-        again costs nothing where the weights are staged already.
-        """
-        deadline: float | None = None
-        while True:
-            replies = await self._ask("stage", order, self._deadlines.stage_timeout_s)
-            _raise_refusals(replies)
-            staged = {reply.replica_id for reply in replies}
-            missing = sorted(self._reports.names() - staged)
-            if not missing and not staged:
-                raise WeightsError(
-                    "no replica is running, so no weights were loaded; try again when the fleet is ready"
-                )
-            if not missing:
-                return staged
-            deadline = deadline or time.monotonic() + MISSING_PATIENCE * self._deadlines.forget_after_s
-            if time.monotonic() > deadline:
-                raise WeightsError(f"replica {missing[0]} runs but did not stage the weights; try again")
-            await asyncio.sleep(self._deadlines.heartbeat_interval_s / 2)
-
-    async def _decide(self, version: CommittedVersion) -> None:
-        """Commits in the history; where that fails, tells all to drop what they staged, and raises."""
-        try:
-            await self._history.commit(version)
-        except WeightsError:
-            await self._abort(str(version.swap_id))
-            raise
-
-    async def _commit(self, order: SwapOrder) -> list[SwapReply]:
-        """Gives the replies of those that committed; goes back only if every replica says that it failed."""
-        try:
-            answers = await self._ask("commit", order, self._deadlines.commit_timeout_s)
-        except WeightsError as error:
-            logger.warning("event=commit_unanswered version=%d error=%r", order.version, str(error))
-            return []
-        replies = [answer for answer in answers if isinstance(answer, SwapReply)]
-        if replies and len(replies) == len(answers) and not any(reply.ok for reply in replies):
-            await self._take_back(order, replies)
-        for reply in replies:
-            if reply.ok:
-                self._reports.note_commit(reply, order)
-        return [reply for reply in replies if reply.ok]
-
-    async def _take_back(self, order: SwapOrder, replies: list[SwapReply]) -> None:
-        """Raises the first refusal, with the version before committed again.
-
-        Returns only where that could not be made durable: then the decision stands, and the replicas catch up.
-        """
-        try:
-            await self._history.take_back(order.version)
-        except ManifestError as error:
-            logger.warning("event=decision_stands version=%d error=%r", order.version, str(error))
-            return
-        self._outcome = "rolled_back"
-        await self._abort(order.swap_id)
-        _raise_refusals(replies)
-
-    async def _abort(self, swap_id: str) -> None:
-        try:
-            await self._ask("abort", swap_id, self._deadlines.commit_timeout_s)
-        except WeightsError as error:
-            # Replicas that did not hear it drop their staged weights at their next heartbeat.
-            logger.warning("event=abort_unanswered swap=%s error=%r", swap_id, str(error))
-
-    async def _ask(self, method: str, argument: object, timeout_s: float) -> list[Any]:
-        try:
-            return await self._call_all(method, argument, timeout_s=timeout_s)
-        except TimeoutError:
-            raise WeightsError(f"not every replica answered to {method} within {timeout_s:g} s") from None
 
     def _record(self, result: SwapResult) -> None:
         self._recorder.count("pitstop_swaps_total", "committed")
@@ -375,18 +243,3 @@ def _result_of(version: CommittedVersion) -> SwapResult:
     # Only the model the application was started with came without a swap, and it has no idempotency key.
     assert version.result is not None
     return version.result
-
-
-def _raise_refusals(answers: list[Any]) -> None:
-    """Raises the first refusal as the error it was, naming the replica."""
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise WeightsError(f"a replica failed: {answer}") from answer
-        if answer.ok:
-            continue
-        message = f"replica {answer.replica_id}: {answer.error}"
-        if answer.error_type == WeightsInvalid.__name__:
-            raise WeightsInvalid(message, tensor=answer.tensor)
-        if answer.error_type == WeightsSourceError.__name__:
-            raise WeightsSourceError(message)
-        raise WeightsError(message)

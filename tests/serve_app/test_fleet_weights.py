@@ -80,8 +80,11 @@ class Fleet:
         history = WeightHistory(
             application="pitstop", model="base", folder=folder and str(folder), num_earlier=num_earlier
         )
-        self.weights = FleetWeights(SETTINGS, history, call_all=self.call_all, count_running=self.count_running)
+        self.weights = FleetWeights(SETTINGS, history, call_all=self._call, count_running=self.count_running)
         return self.weights
+
+    async def _call(self, method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        return await self.call_all(method, argument, timeout_s=timeout_s)
 
     async def count_running(self) -> int:
         return len(self.followers) - len(self.dead)
@@ -283,12 +286,13 @@ async def test_a_commit_that_fails_everywhere_leaves_the_old_version_committed(
 
     fleet.new_controller(tmp_path)
     await fleet.recover()
-    fleet.weights._call_all = stop_engines_before_commit
+    fleet.call_all = stop_engines_before_commit
     with pytest.raises(WeightsError, match=r"replica [ab]: "):
         await fleet.swap(folders["second"], idempotency_key="k")
     assert fleet.versions() == before
     assert (await fleet.weights.status()).committed.version == before[0]
     assert 'pitstop_swaps_total{outcome="rolled_back"} 1.0' in await fleet.weights.metrics()
+    fleet.call_all = call_all
     for manager in managers:
         manager.start()
     # Neither the version nor its number comes back, not even after a restart with all replicas dead.
@@ -448,7 +452,7 @@ async def test_a_decision_that_cannot_be_taken_back_stands(
                 manager.stop()
         return await call_all(method, argument, timeout_s=timeout_s)
 
-    fleet.weights._call_all = fail_commit_and_disk
+    fleet.call_all = fail_commit_and_disk
     result = await fleet.swap(folders["second"])
     assert (result.version, result.replicas, result.lagging) == (before + 1, [], ["a", "b"])
     for manager in managers:
@@ -470,12 +474,13 @@ async def test_the_controller_of_an_old_deployment_commits_nothing_any_more(
             fleet.new_controller(tmp_path)
         return answers
 
-    blue._call_all = upgrade_before_the_decision
+    fleet.call_all = upgrade_before_the_decision
     for _ in range(2):
         with pytest.raises(ManifestTaken, match="taken over by another controller"):
             await blue.swap(SwapRequest(WeightSource(folders["second"])))
     assert fleet.versions() == before
     assert all(follower.staged_swap_id is None for follower in fleet.followers.values())
+    fleet.call_all = call_all
     await fleet.recover()
     assert (await fleet.swap(folders["second"])).replicas == ["a", "b"]
 
@@ -607,7 +612,7 @@ async def test_while_a_swap_runs_its_key_is_told_its_id(fleet: Fleet, folders: d
         conflicts.append(str(caught.value))
         return await call_all(method, argument, timeout_s=timeout_s)
 
-    fleet.weights._call_all = ask_again_meanwhile
+    fleet.call_all = ask_again_meanwhile
     result = await fleet.swap(folders["second"], idempotency_key="k")
     assert conflicts == [f"swap {result.swap_id} is under way; try again when it has ended"] * 2
 
