@@ -23,7 +23,6 @@ class FollowerLoop:
         self._weights = weights
         self._wake = threading.Condition()
         self._num_pauses = 0
-        self._num_parks = 0
         self._is_parked = False
         self._is_running = False
         self.fatal_error: BaseException | None = None
@@ -88,7 +87,7 @@ class FollowerLoop:
             self._num_pauses -= 1
             if self._num_pauses == 0:
                 self._is_parked = False
-                self._ranks.mark_pause_left(self._num_parks - 1)
+                self._ranks.mark_pause_left()
             self._wake.notify_all()
 
     def stats(self) -> EngineStats:
@@ -102,7 +101,7 @@ class FollowerLoop:
 
     def _park(self) -> None:
         with self._wake:
-            self._num_parks += 1
+            self._ranks.num_parks += 1
             self._is_parked = True
             self._wake.notify_all()
 

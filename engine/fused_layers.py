@@ -27,6 +27,8 @@ TOLERANCE = 2e-5
 
 Kernels = Any
 """The module `fused_kernels`: numba has no types."""
+Maker = Callable[[nn.Module], Callable[..., Any]]
+"""Gives the stand-in of a module."""
 
 
 def fuse_layers(model: PreTrainedModel) -> list[StandIn]:
@@ -37,23 +39,43 @@ def fuse_layers(model: PreTrainedModel) -> list[StandIn]:
     if model.device.type != "cpu" or model.dtype != torch.float32 or getattr(model, "tp_size", None):
         return []
     kernels = load_kernels("engine.fused_kernels")
+    makers: dict[object, Maker | None] = {}
+    stand_ins = []
     with torch.inference_mode():
-        found = [(module, _stand_in(module, kernels)) for module in model.modules() if not has_own_forward(module)]
-    return [(module, forward) for module, forward in found if forward is not None]
+        for module in model.modules():
+            if has_own_forward(module):
+                continue
+            # The layers of a model are alike, so one of each kind is tried.
+            likeness = _likeness(module)
+            if likeness not in makers:
+                makers[likeness] = _maker(module, kernels)
+            maker = makers[likeness]
+            if maker is not None:
+                stand_ins.append((module, maker(module)))
+    return stand_ins
 
 
-def _stand_in(module: nn.Module, kernels: Kernels) -> Callable[..., Any] | None:
+def _likeness(module: nn.Module) -> object:
+    """Gives what modules that compute the same have in common, weights apart."""
+    settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters(recurse=False))
+    children = tuple((name, _likeness(child)) for name, child in module.named_children())
+    # The number of a layer is no setting.
+    return type(module), tuple(sorted((settings | {"layer_idx": None}).items())), shapes, children
+
+
+def _maker(module: nn.Module, kernels: Kernels) -> Maker | None:
     own = _without_deprecation(type(module).forward)
     if type(module).__name__.endswith("RMSNorm"):
         return _norm(module, kernels)
     if {name for name, _ in module.named_children()} == MLP_PARTS:
         return _gated(module, kernels)
     if inspect.isfunction(own) and own.__closure__ is None and ROTATION in own.__code__.co_names:
-        return _rotating(module, own, kernels)
+        return _rotating(own, kernels)
     return None
 
 
-def _norm(module: Any, kernels: Kernels) -> Callable[[Tensor], Tensor] | None:
+def _norm(module: Any, kernels: Kernels) -> Maker | None:
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(epsilon, float):
@@ -77,30 +99,30 @@ def _norm(module: Any, kernels: Kernels) -> Callable[[Tensor], Tensor] | None:
         return None
     for offset in (0.0, 1.0):  # some families store what is to be added to one
         if _agree(own, partial(normalize, weight_D=trial_D, offset=offset), len(weight)):
-            return _with_weight_of(module, partial(normalize, offset=offset))
+            return partial(_with_weight_of, partial(normalize, offset=offset))
     return None
 
 
-def _with_weight_of(module: Any, normalize: Callable[..., Tensor]) -> Callable[[Tensor], Tensor]:
+def _with_weight_of(normalize: Callable[..., Tensor], module: Any) -> Callable[[Tensor], Tensor]:
     return lambda rows: normalize(rows, weight_D=module.weight)
 
 
-def _gated(module: Any, kernels: Kernels) -> Callable[[Tensor], Tensor] | None:
+def _gated(module: Any, kernels: Kernels) -> Maker | None:
     if not isinstance(module.gate_proj, nn.Linear):
         return None
 
-    def forward(rows: Tensor) -> Tensor:
-        gated = module.gate_proj(rows)
-        kernels.gate(_matrix(gated), _matrix(module.up_proj(rows)))
-        out: Tensor = module.down_proj(gated)
+    def forward(its: Any, rows: Tensor) -> Tensor:
+        gated = its.gate_proj(rows)
+        kernels.gate(_matrix(gated), _matrix(its.up_proj(rows)))
+        out: Tensor = its.down_proj(gated)
         return out
 
-    is_same = _takes_rows_alone(module) and _agree(module, forward, module.gate_proj.in_features)
-    return forward if is_same else None
+    is_same = _takes_rows_alone(module) and _agree(module, partial(forward, module), module.gate_proj.in_features)
+    return partial(partial, forward) if is_same else None
 
 
-def _rotating(module: nn.Module, own: types.FunctionType, kernels: Kernels) -> Callable[..., Any] | None:
-    """Gives the module's own forward, which finds another function under the name of the rotation."""
+def _rotating(own: types.FunctionType, kernels: Kernels) -> Maker | None:
+    """The module's own forward, which finds another function under the name of the rotation."""
     original: Any = own.__globals__.get(ROTATION)
     if not inspect.isfunction(original):
         return None
@@ -115,7 +137,7 @@ def _rotating(module: nn.Module, own: types.FunctionType, kernels: Kernels) -> C
         return None
     twin = types.FunctionType(own.__code__, {**own.__globals__, ROTATION: rotate}, own.__name__, own.__defaults__)
     twin.__kwdefaults__ = own.__kwdefaults__
-    return types.MethodType(twin, module)
+    return partial(types.MethodType, twin)
 
 
 def _without_deprecation(forward: Any) -> Any:

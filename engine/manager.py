@@ -27,6 +27,7 @@ from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
+from engine.openmp import release_helpers
 from engine.outbox import Outbox
 from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, rank_group_of
@@ -100,7 +101,7 @@ class ContinuousBatchingManager:
             num_sharers=self._ranks.num_on_machine if self._ranks is not None else 1,
             free_bytes=None if self._packed is None else max(0, free_bytes - self._packed.size_bytes),
             no_flash=chosen if isinstance(chosen, str) else None,
-            no_graphs=f"the device is {model.device.type}" if self._graphs is None else None,
+            no_graphs=self._why_no_graphs(),
             is_cut=self._ranks is not None,
         )
         if self._ranks is not None:
@@ -138,6 +139,7 @@ class ContinuousBatchingManager:
             self._was_training = self.model.training
             self.model.eval()
             self._repack()
+            release_helpers()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
@@ -353,6 +355,7 @@ class ContinuousBatchingManager:
                 if weights_changed:
                     self._repack()
                     self._change_version(None, in_flight="keep")
+                release_helpers()
             finally:
                 self._leave_pause()
 
@@ -367,6 +370,7 @@ class ContinuousBatchingManager:
         if self._ranks is None:
             staged = stage_weights(self.model, path, cast=cast)
             self.prepare_weights(staged)
+            release_helpers()
             return staged
         if not self.is_driver:
             raise WeightsError("this rank is not the driver, which stages weights for all ranks")
@@ -398,6 +402,7 @@ class ContinuousBatchingManager:
                 "in_flight",
             )
         self.prepare_weights(staged)
+        release_helpers()
         self._enter_pause()
         try:
             parked = perf_counter()
@@ -467,6 +472,11 @@ class ContinuousBatchingManager:
         """Values may have changed in place, which no address shows."""
         if self._packed is not None:
             self._packed.refresh(all_of_them=True)
+
+    def _why_no_graphs(self) -> str | None:
+        if self._ranks is not None:
+            return "the model is cut over tensor parallel ranks, which would have to capture in step"
+        return f"the device is {self.model.device.type}" if self._graphs is None else None
 
     def _enter_pause(self) -> None:
         self._loop.acquire_pause()

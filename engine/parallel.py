@@ -66,7 +66,6 @@ class WeightsTask:
     staged: int
     path: str = ""
     cast: bool = False
-    in_place: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,8 @@ class RankGroup:
         self._sending = threading.Lock()
         self._num_orders = 0
         self._num_asked = 0
+        self.num_parks = 0
+        """How often all ranks have been parked; the same on each of them."""
         self.asking = threading.Lock()
         """Held by whoever asks, until the answers are there."""
 
@@ -129,13 +130,11 @@ class RankGroup:
             self._orders.delete_key(f"order/{self._num_orders - KEPT_ORDERS}")
             self._num_orders += 1
 
-    def ask(
-        self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False, in_place: bool = False
-    ) -> int:
+    def ask(self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False) -> int:
         """Sends a task to the other ranks and gives its number; the driver calls it and holds `asking`."""
         self._num_asked += 1
         number = self._num_asked
-        task = WeightsTask(deed, number, number if staged is None else staged, path, cast, in_place)
+        task = WeightsTask(deed, number, number if staged is None else staged, path, cast)
         self.send(Order(Verb.WEIGHTS, task=task))
         return task.number
 
@@ -165,14 +164,14 @@ class RankGroup:
             if order.verb is Verb.STOP:
                 return
 
-    def mark_pause_left(self, number: int) -> None:
-        """Tells the driver that this rank has left the pause of the `number`-th PARK."""
-        self._answers.add(f"left/{number}", 1)
+    def mark_pause_left(self) -> None:
+        """Tells the driver that this rank has left the pause of the last PARK."""
+        self._answers.add(f"left/{self.num_parks}", 1)
 
-    def wait_for_pauses_left(self, number: int) -> None:
+    def wait_for_pauses_left(self) -> None:
         """Returns when every other rank has left its pause; raises EngineDead when one does not in time."""
         deadline = monotonic() + self.timeout_s
-        while self._orders.add(f"left/{number}", 0) < self.size - 1:
+        while self._orders.add(f"left/{self.num_parks}", 0) < self.size - 1:
             if monotonic() > deadline:
                 raise EngineDead(
                     f"not every rank left the pause within {self.timeout_s:.0f} s; all ranks have to enter it"
@@ -216,7 +215,6 @@ class DriverRunner:
     def __init__(self, runner: StepRunner, ranks: RankGroup) -> None:
         self._runner = runner
         self._ranks = ranks
-        self._num_pauses = 0
         self._is_joint = False
 
     def launch(self, plan: StepPlan) -> StepHandle:
@@ -225,6 +223,7 @@ class DriverRunner:
 
     def park(self) -> None:
         """Lets the pauses of the other ranks begin."""
+        self._ranks.num_parks += 1
         self._ranks.send(Order(Verb.PARK))
 
     def share_pause(self) -> None:
@@ -234,9 +233,8 @@ class DriverRunner:
     def unpark(self) -> None:
         """Waits until the other ranks have left a shared pause, or their weights would be half changed."""
         if self._is_joint:
-            self._ranks.wait_for_pauses_left(self._num_pauses)
+            self._ranks.wait_for_pauses_left()
         self._is_joint = False
-        self._num_pauses += 1
 
     def close(self) -> None:
         """Ends the loops of the other ranks."""

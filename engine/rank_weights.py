@@ -31,9 +31,10 @@ class WeightsOfRanks(StagedWeights):
         self._number = number
 
     def commit(self, *, in_place: bool = False) -> None:
-        super().commit(in_place=in_place)
+        assert not in_place, "steps of a cut model are not captured"
+        super().commit()
         try:
-            self._everywhere_else(Deed.COMMIT, in_place=in_place)
+            self._everywhere_else(Deed.COMMIT)
         except BaseException:
             super().rollback()
             with self._ranks.asking:
@@ -49,9 +50,9 @@ class WeightsOfRanks(StagedWeights):
         super().discard()
         self._everywhere_else(Deed.DISCARD)
 
-    def _everywhere_else(self, deed: Deed, *, in_place: bool = False) -> None:
+    def _everywhere_else(self, deed: Deed) -> None:
         with self._ranks.asking:
-            _raise_first(self._ranks.answers(self._ranks.ask(deed, staged=self._number, in_place=in_place)))
+            _raise_first(self._ranks.answers(self._ranks.ask(deed, staged=self._number)))
 
 
 def stage_on_ranks(model: PreTrainedModel, path: str, ranks: RankGroup, *, cast: bool = False) -> WeightsOfRanks:
@@ -104,7 +105,7 @@ class RankWeights:
         if task.deed is Deed.COMMIT:
             if staged is None:
                 raise WeightsError(f"nothing is staged here under number {task.staged}")
-            staged.commit(in_place=task.in_place)
+            staged.commit()
         elif staged is not None and task.deed is Deed.ROLLBACK:
             staged.rollback()
         elif staged is not None:

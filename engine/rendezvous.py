@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, though not by name
 
+from engine.errors import EngineDead
+
 LOOPBACK = "127.0.0.1"
 NO_TIMEOUT_S = 365 * 24 * 3600.0
 """What a timeout of None means: gloo wants a number."""
@@ -34,16 +36,22 @@ def join_ranks(
 
     meeting: from `open_meeting`, at rank 0 only. device: as in `load_model`; ranks talk over NCCL on a GPU, else over
     gloo. timeout_s: after which a rank that is waited for counts as gone; None is without limit.
+    Raises EngineDead when they do not all come in time.
     """
     is_gpu = torch.cuda.is_available() if device == "auto" else torch.device(device).type == "cuda"
     limit = timedelta(seconds=NO_TIMEOUT_S if timeout_s is None else timeout_s)
-    dist.init_process_group(
-        "nccl" if is_gpu else "gloo",
-        store=open_store((LOOPBACK, place.port), meeting, num_ranks=place.size, timeout=limit),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=limit,
-    )
+    try:
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            store=open_store((LOOPBACK, place.port), meeting, num_ranks=place.size, timeout=limit),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=limit,
+        )
+    except RuntimeError as error:
+        raise EngineDead(
+            f"not all {place.size} tensor parallel ranks met within {limit.total_seconds():.0f} s: {error}"
+        ) from error
 
 
 def open_store(

@@ -11,7 +11,7 @@ from serve_app.controller import WeightController
 from serve_app.replica import EngineReplica
 from serve_app.router import Router
 from serve_app.routing import WorkRouter
-from serve_app.settings import AppSettings
+from serve_app.settings import AppSettings, ReplicaSettings
 
 MAX_ONGOING_REQUESTS = 10_000
 """Of router and controller: nobody waits in Serve's queues, which poll; limits are kept where they can be explained."""
@@ -26,7 +26,7 @@ def build_app(settings: AppSettings) -> serve.Application:
         logging_config=LoggingConfig(enable_access_log=False),
         graceful_shutdown_timeout_s=1.0,
     ).bind(settings)
-    engine = EngineReplica.options(**_engine_options(settings)).bind(  # type: ignore[attr-defined]
+    engine = EngineReplica.options(**engine_options(settings)).bind(  # type: ignore[attr-defined]
         settings, controller
     )
     return Router.options(  # type: ignore[attr-defined, no-any-return]
@@ -37,7 +37,8 @@ def build_app(settings: AppSettings) -> serve.Application:
     ).bind(settings, engine, controller)
 
 
-def _engine_options(settings: AppSettings) -> dict[str, Any]:
+def engine_options(settings: AppSettings) -> dict[str, Any]:
+    """Gives Serve's options of the deployment of engine replicas."""
     replicas = settings.replicas
     scale: dict[str, Any] = {"num_replicas": replicas.min}
     if replicas.is_autoscaled:
@@ -46,6 +47,7 @@ def _engine_options(settings: AppSettings) -> dict[str, Any]:
         **scale,
         "max_ongoing_requests": replicas.max_ongoing_requests,
         "ray_actor_options": {"num_cpus": replicas.num_cpus, "num_gpus": replicas.num_gpus},
+        **_placement(replicas),
         "request_router_config": RequestRouterConfig(
             request_router_class=WorkRouter,  # type: ignore[arg-type]  # wrongly inferred from Ray's serializer
             request_routing_stats_period_s=settings.routing.stats_period_s,  # type: ignore[arg-type]
@@ -55,6 +57,18 @@ def _engine_options(settings: AppSettings) -> dict[str, Any]:
         "graceful_shutdown_timeout_s": replicas.graceful_shutdown_timeout_s,
         "graceful_shutdown_wait_loop_s": 0.5,
         "logging_config": LoggingConfig(enable_access_log=False),
+    }
+
+
+def _placement(replicas: ReplicaSettings) -> dict[str, Any]:
+    """Has Ray place the ranks of a replica together: the replica in the first bundle, its actors in the others."""
+    if replicas.tensor_parallel_size == 1:
+        return {}
+    bundle = {"CPU": replicas.num_cpus, "GPU": replicas.num_gpus}
+    bundle = {resource: amount for resource, amount in bundle.items() if amount}
+    return {
+        "placement_group_bundles": [bundle] * replicas.tensor_parallel_size,
+        "placement_group_strategy": "STRICT_PACK",
     }
 
 

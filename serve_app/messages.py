@@ -148,6 +148,8 @@ class ReplicaReport:
     age_s: float = 0.0
     error: str | None = None
     """Why the replica has not caught up with the committed version yet, after an attempt that failed."""
+    num_ranks: int = 1
+    """Processes that the model is cut over."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,23 @@ generates in a thread of its own.
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
-import torch
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from transformers import PreTrainedModel
 
 from engine import (
     ContextLengthExceeded,
-    ContinuousBatchingManager,
     DuplicateRequest,
     EngineDead,
+    FinishReason,
     PitstopError,
     SamplingParams,
-    init_continuous_batching,
-    load_model,
 )
 from serve_app.load_meter import LoadMeter
 from serve_app.manifest import FILE_NAME as MANIFEST_NAME
@@ -39,6 +36,7 @@ from serve_app.messages import (
 )
 from serve_app.metrics import REPLICA_METRICS, Recorder, expose_engine
 from serve_app.model_store import resolve_model
+from serve_app.ranks import RankCrew, start_engine
 from serve_app.settings import AppSettings
 from serve_app.streams import TokenStream
 from serve_app.weight_follower import WeightFollower
@@ -69,10 +67,10 @@ class EngineReplica:
         self._is_unhealthy = False
         self._hears_controller = True
         self._confirmation: asyncio.Task[None] | None = None
-        model, path = await asyncio.to_thread(_load, settings)
-        self._manager = _start_engine(model, settings)
+        path = await asyncio.to_thread(resolve_model, settings.model)
+        await self._start_engine(path)
         self._meter = LoadMeter(settings.autoscaling)
-        self._follower = WeightFollower(self._manager, model, replica_id=self._replica_id, base_path=path)
+        self._follower = WeightFollower(self._manager, replica_id=self._replica_id, base_path=path)
         await self._take_committed_weights()
         self._heartbeat_task = asyncio.get_running_loop().create_task(self._send_heartbeats())
         logger.info("event=replica_ready replica=%s version=%d", self._replica_id, self._follower.version)
@@ -134,6 +132,7 @@ class EngineReplica:
             num_waiting=stats.num_waiting,
             kv_usage=stats.kv_usage,
             error=self._follower.error,
+            num_ranks=self._settings.replicas.tensor_parallel_size,
         )
 
     # Numbers
@@ -165,10 +164,36 @@ class EngineReplica:
         # Also called where the constructor has failed half-way.
         if (heartbeat := getattr(self, "_heartbeat_task", None)) is not None:
             heartbeat.cancel()
+        crew = getattr(self, "_crew", None)
+        if crew is not None:
+            crew.release()
         if (manager := getattr(self, "_manager", None)) is not None:
             manager.stop(block=True, timeout=STOP_TIMEOUT_S, hard_stop=True)
+        if crew is not None:
+            crew.end()
 
     # Inside
+
+    async def _start_engine(self, path: str) -> None:
+        self._crew: RankCrew | None = None
+        if self._settings.replicas.tensor_parallel_size == 1:
+            self._manager = await asyncio.to_thread(start_engine, self._settings, path)
+            return
+        self._crew = crew = RankCrew(self._settings, path)
+        await crew.arrive()
+        self._manager = await crew.unless_lost(
+            asyncio.to_thread(start_engine, self._settings, path, crew.place, crew.meeting)
+        )
+        crew.watch(self._leave)
+
+    def _leave(self, reason: str) -> None:
+        """Ends this process, and so all ranks: Serve starts a new replica, and its router calls the streams lost.
+
+        Nothing gentler does, as the engine may wait in a collective for a rank that is gone.
+        """
+        logger.error("event=rank_lost replica=%s reason=%r", self._replica_id, reason)
+        logging.shutdown()
+        os._exit(1)
 
     @property
     def _rank(self) -> str:
@@ -219,6 +244,9 @@ class EngineReplica:
                 self._observe("pitstop_time_to_first_token_seconds", stream)
             if event.finish_reason is not None:
                 self._observe("pitstop_generation_seconds", stream)
+            if event.finish_reason == FinishReason.FAILED:
+                # Alone, or with the whole engine?
+                self._check_engine()
             yield event
             if event.finish_reason is not None:
                 return
@@ -298,6 +326,8 @@ class EngineReplica:
             self._manager.check_health()
             self._is_unhealthy = False
         except EngineDead as error:
+            if self._crew is not None:
+                self._leave(str(error))
             self._is_unhealthy = True
             for stream in self._streams.values():
                 stream.fail(str(error))
@@ -306,18 +336,3 @@ class EngineReplica:
 async def _result(response: Any) -> Any:
     # A Ray Serve response is awaitable but no coroutine, which wait_for wants.
     return await response
-
-
-def _load(settings: AppSettings) -> tuple[PreTrainedModel, str]:
-    torch.set_num_threads(settings.replicas.threads())
-    path = resolve_model(settings.model)
-    model = load_model(path, dtype=settings.dtype, device=settings.device, trust_remote_code=settings.trust_remote_code)
-    return model, path
-
-
-def _start_engine(model: PreTrainedModel, settings: AppSettings) -> ContinuousBatchingManager:
-    manager = init_continuous_batching(
-        model, continuous_batching_config=settings.engine_config, workload_hints=settings.workload_hints
-    )
-    manager.start()
-    return manager

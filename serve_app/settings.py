@@ -31,9 +31,12 @@ class ReplicaSettings(Section):
     """How many engine replicas there are and what each may use.
 
     min, max: bounds of autoscaling, in replicas; equal bounds switch it off. One is the least that serves at once.
-    num_cpus: cores that Ray reserves for a replica; a half, so that two fit on one core beside Serve itself.
-    num_gpus: GPUs that Ray reserves for a replica; 0 serves on the CPU.
-    torch_threads: threads of one forward pass; None is the cores of this machine over `max`, at least one.
+    tensor_parallel_size: processes (ranks) that each replica's model is cut over, all on one machine: for a model that
+        one GPU does not hold. Must divide the key-value heads of the model; 1 leaves the model whole.
+    num_cpus: cores that Ray reserves for each rank; a half, so that two fit on one core beside Serve itself.
+    num_gpus: GPUs that Ray reserves for each rank; 0 serves on the CPU.
+    torch_threads: threads of one forward pass in each rank; None is the cores of this machine over all ranks of `max`
+        replicas, at least one.
     max_ongoing_requests: requests that Serve hands to one replica. Far above what an engine holds, because Serve's own
         queue polls with back-off while the engine's does not; it also has to leave room for control calls.
     graceful_shutdown_timeout_s: seconds a leaving replica has to finish its streams before they are cut; as long as a
@@ -43,6 +46,7 @@ class ReplicaSettings(Section):
 
     min: int = Field(default=1, ge=1)
     max: int = Field(default=1, ge=1)
+    tensor_parallel_size: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0)
     num_gpus: float = Field(default=0, ge=0)
     torch_threads: int | None = Field(default=None, ge=1)
@@ -55,15 +59,28 @@ class ReplicaSettings(Section):
     def _check_bounds(self) -> Self:
         if self.min > self.max:
             raise ValueError(f"replicas.min is {self.min} and replicas.max is {self.max}; min must not be above max")
+        if self.tensor_parallel_size > 1:
+            self._check_ranks()
         return self
+
+    def _check_ranks(self) -> None:
+        if self.num_gpus not in (0, 1):
+            raise ValueError(
+                f"replicas.num_gpus is {self.num_gpus:g}, for each of {self.tensor_parallel_size} tensor parallel"
+                " ranks; a rank drives one GPU whole, so it must be 1, or 0 on the CPU"
+            )
+        if not self.num_gpus and not self.num_cpus:
+            raise ValueError(
+                "replicas.num_cpus is 0; Ray places tensor parallel ranks by what they take, so it must be more"
+            )
 
     @property
     def is_autoscaled(self) -> bool:
         return self.min != self.max
 
     def threads(self) -> int:
-        """Gives the torch threads of one replica on this machine."""
-        return self.torch_threads or max(1, available_cores() // self.max)
+        """Gives the torch threads of one rank on this machine."""
+        return self.torch_threads or max(1, available_cores() // (self.max * self.tensor_parallel_size))
 
 
 class AutoscalingSettings(Section):

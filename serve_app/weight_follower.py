@@ -10,9 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
-
-from engine import ContinuousBatchingManager, PitstopError, StagedWeights, WeightsInvalid, stage_weights
+from engine import ContinuousBatchingManager, PitstopError, StagedWeights, WeightsInvalid
 from serve_app.messages import CommittedWeights, SwapOrder, SwapReply, WeightSource
 from serve_app.uninterrupted import run_uninterrupted
 
@@ -34,11 +32,8 @@ class WeightFollower:
     Invariant: `version` and `source` describe the tensors the engine generates with; at most one staged set exists.
     """
 
-    def __init__(
-        self, manager: ContinuousBatchingManager, model: PreTrainedModel, *, replica_id: str, base_path: str
-    ) -> None:
+    def __init__(self, manager: ContinuousBatchingManager, *, replica_id: str, base_path: str) -> None:
         self._manager = manager
-        self._model = model
         self._replica_id = replica_id
         self._base_path = base_path
         self._lock = asyncio.Lock()
@@ -130,7 +125,7 @@ class WeightFollower:
             raise RuntimeError(f"version {order.version} is not above {self.version}, which is served already")
         started = time.perf_counter()
         path = order.source.path if order.source is not None else self._base_path
-        weights = await asyncio.to_thread(stage_weights, self._model, path, cast=order.cast)
+        weights = await asyncio.to_thread(self._manager.stage_weights, path, cast=order.cast)
         self._staged = _Staged(order, weights)
         self._staged_s = time.perf_counter() - started
         return self._reply(staged_s=self._staged_s)

@@ -34,7 +34,9 @@ class DecodeKernel:
         rules: LayerRules,
     ) -> Tensor:
         """Stores the new keys and values and gives the attention output as T x (H * G) x D."""
-        view.cache.write(rules.layer, key_HTD, value_HTD, view.slots_T)
+        for new_HTD, cache_HNCD in zip((key_HTD, value_HTD), view.cache.chunks(rules.layer), strict=True):
+            rows_THD = new_HTD.transpose(0, 1).contiguous()
+            self._compiled.store_rows(rows_THD.numpy(), view.slots_T.numpy(), cache_HNCD.numpy())
         out_THGD = room_for_output(query_HGTD, value_HTD)
         for group in view.groups:
             self._attend_rows(view, group, query_HGTD[:, :, group.start : group.end], rules, out_THGD)

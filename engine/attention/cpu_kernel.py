@@ -5,7 +5,7 @@ processor's cache when the last of the query heads that share it needs it. Weigh
 whenever a higher score turns up (online softmax, Milakov and Gimelshein 2018).
 
 All arrays are float32 and contiguous. Shapes: R rows of one token each, H kv heads, G query heads that share one, N
-chunks of the cache, S chunks that a row sees at most, C tokens a chunk, D width of a key or value.
+chunks of the cache, S chunks that a row sees at most, C tokens a chunk, D width of a key or value, T tokens of a step.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from numba import prange
 
 from engine.jit import compiled, exponential, use_threads
 
-__all__ = ["decode_rows", "prepare", "use_threads"]
+__all__ = ["decode_rows", "prepare", "store_rows", "use_threads"]
 
 HIDDEN = np.float32(-1e30)
 MAX_PARTS = 64
@@ -26,6 +26,7 @@ def prepare() -> None:
     one_R = np.ones(1, np.int64)
     rules = (np.float32(1), np.float32(0), 1)
     decode_rows(row_RHGD, (cache_HNCD,) * 2, one_R[None] - 1, (one_R - 1, one_R), row_RHGD[0, 0], rules, row_RHGD)
+    store_rows(row_RHGD[0], one_R - 1, cache_HNCD)
 
 
 @compiled(nogil=True, parallel=True)
@@ -76,6 +77,17 @@ def decode_rows(
                 _add(weight_GC, values_HNCD[head, chunk_ids_RS[row, s]], low, high, sum_GD)
             for g in range(num_groups):
                 out_RHGD[row, head, g] = sum_GD[g] * (np.float32(1) / total_G[g])
+
+
+@compiled(nogil=True, parallel=True)
+def store_rows(rows_THD: np.ndarray, slots_T: np.ndarray, cache_HNCD: np.ndarray) -> None:
+    """Writes one key or value for each token and head; slot = chunk * C + offset in the chunk."""
+    num_heads, _, chunk, width = cache_HNCD.shape
+    for t in prange(len(rows_THD)):
+        n, c = slots_T[t] // chunk, slots_T[t] % chunk
+        for h in range(num_heads):
+            for d in range(width):
+                cache_HNCD[h, n, c, d] = rows_THD[t, h, d]
 
 
 @compiled()

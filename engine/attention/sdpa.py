@@ -60,16 +60,11 @@ def attend_prompts(
         else:
             read_HTD = view.cache.read(rules.layer, chunk.chunk_ids)
             seen_key_HSD, seen_value_HSD = (read[:, : chunk.num_keys] for read in read_HTD)
-        out_HGQD = _weigh(
-            query_HGTD[:, :, rows],
-            (
-                _share_heads(seen_key_HSD, num_groups),
-                _share_heads(seen_value_HSD, num_groups),
-            ),
-            view.chunk_mask(index, dtype=query_HGTD.dtype),
-            rules,
-            sinks,
-        )
+        seen = (_share_heads(seen_key_HSD, num_groups), _share_heads(seen_value_HSD, num_groups))
+        mask_QS = None
+        if rules.softcap is not None or sinks is not None or not view.is_plain(index):
+            mask_QS = view.chunk_mask(index, dtype=query_HGTD.dtype)
+        out_HGQD = _weigh(query_HGTD[:, :, rows], seen, mask_QS, rules, sinks)
         out_THGD[rows] = out_HGQD.permute(2, 0, 1, 3)
 
 
@@ -90,11 +85,14 @@ def _share_heads(seen_HSD: Tensor, num_groups: int) -> Tensor:
 def _weigh(
     query: Tensor,
     key_and_value: tuple[Tensor, Tensor],
-    mask: Tensor,
+    mask: Tensor | None,
     rules: LayerRules,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Where mask is None there are as many queries as keys, and none looks ahead."""
     key, value = key_and_value
+    if mask is None:
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=rules.scale)
     if rules.softcap is None and sinks is None:
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=rules.scale)
     scores = torch.matmul(query, key.transpose(-1, -2)) * rules.scale

@@ -76,6 +76,11 @@ class LayerView:
             self._masks[key] = _as_mask(visible_RS, dtype)[None, :, None, :].repeat(1, 1, num_groups, 1)
         return self._masks[key]
 
+    def is_plain(self, index: int) -> bool:
+        """True for a prompt chunk that sees itself alone and no window's end: without a mask half the work is saved."""
+        chunk = self.chunks[index]
+        return chunk.context == 0 and (self.window is None or self.window >= chunk.num_keys)
+
     def chunk_mask(self, index: int, *, dtype: torch.dtype) -> Tensor:
         """Gives the causal mask of a prompt chunk over its keys, as Q x S."""
         key = ("chunk", index, 0)

@@ -81,7 +81,7 @@ def draw(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequen
 
     A row is bad when it holds NaN or +inf, or nothing but -inf; the others are not touched by it. A bad row has no
     log-probability. These are of the scores after temperature, top-k and top-p; of the raw ones where greedy.
-    On a GPU nothing here waits for the device, but for a top_p whose set is too large for a short look.
+    On a GPU only a temperature below 1 and a top_p wait for the device, to look at one number each.
     """
     parts = _Parts(wanted=frozenset(logprob_rows))
     greedy = [row for row, parameters in enumerate(rows) if parameters.temperature == 0]
@@ -142,7 +142,7 @@ def _processed_scores(logits_RV: Tensor, chunk: Sequence[int], rows: Sequence[Sa
     scores_RV = _pick(logits_RV, chunk).to(torch.float32, copy=True)
     vocab_size = scores_RV.shape[-1]
     if any(row.temperature != 1 for row in rows):
-        apply_temperature(scores_RV, _column(scores_RV, [row.temperature for row in rows]))
+        apply_temperature(scores_RV, [row.temperature for row in rows])
     if any(0 < row.top_k < vocab_size for row in rows):
         apply_top_k(scores_RV, [row.top_k if row.top_k < vocab_size else 0 for row in rows])
     nucleus = [i for i, row in enumerate(rows) if row.top_p < 1]

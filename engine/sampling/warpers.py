@@ -5,6 +5,7 @@ Each works in place on scores that the caller owns. Shapes: R rows, V vocabulary
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,12 +17,14 @@ _MARGIN = 1e-5
 """Ten times the rounding error of a cumulative probability in float32: nearer to top_p, only the sort decides."""
 
 
-def apply_temperature(scores_RV: Tensor, temperature_R: Tensor) -> None:
-    """Divides each row by its temperature (float64, above 0)."""
+def apply_temperature(scores_RV: Tensor, temperatures: Sequence[float]) -> None:
+    """Divides each row by its temperature, one a row, above 0."""
+    temperature_R = to_device(temperatures, scores_RV.device, np.float64)
     max_R1 = scores_RV.amax(dim=-1, keepdim=True)
     scaled_RV = scores_RV / temperature_R[:, None].to(scores_RV.dtype)
     overflown_R = ~torch.isfinite(scaled_RV.amax(dim=-1))
-    if bool(overflown_R.any()):
+    # Only a number below 1 makes scores larger, and to look costs a wait for the device.
+    if min(temperatures) < 1 and bool(overflown_R.any()):
         # Softmax does not change under a shift: the best score becomes 0 and the others may sink to -inf.
         shifted_RV = scores_RV[overflown_R].double() - max_R1[overflown_R].double()
         scaled_RV[overflown_R] = (shifted_RV / temperature_R[overflown_R, None]).to(scores_RV.dtype)

@@ -78,10 +78,11 @@ def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
     if fleet["problem"]:
         typer.echo(f"problem: {fleet['problem']}")
     for replica in fleet["replicas"]:
+        ranks = f", {replica['num_ranks']} ranks" if replica.get("num_ranks", 1) > 1 else ""
         error = f", {replica['error']}" if replica["error"] else ""
         typer.echo(
             f"{replica['replica_id']}: version {replica['version']}, {replica['state']}, "
-            f"{replica['num_running']} running, {replica['num_waiting']} waiting{error}"
+            f"{replica['num_running']} running, {replica['num_waiting']} waiting{ranks}{error}"
         )
     for version in earlier:
         typer.echo(f"earlier: {_line(version)}")

@@ -93,7 +93,8 @@ def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str
     config.args["served_model_name"] = settings.model_name
     config.args["model"] = model = locate_model(settings.model, cache_dir=cache_dir)
     if Path(model).is_dir() and not settings.replicas.num_gpus:
-        check_memory(Path(model), replicas=settings.replicas.max, dtype=settings.dtype)
+        fleet = settings.replicas
+        check_memory(Path(model), replicas=fleet.max, ranks=fleet.tensor_parallel_size, dtype=settings.dtype)
     added = {} if has_admin_key else {ADMIN_KEY_FILE_VARIABLE: str(ensure_key_file(cache_dir))}
     return inherited_environment(defaults=SERVE_DEFAULTS, added=added)
 

@@ -53,9 +53,12 @@ def locate_model(model: str, *, cache_dir: Path) -> str:
     return str(folder.absolute())
 
 
-def check_memory(folder: Path, *, replicas: int, dtype: str) -> None:
-    """Raise CommandFailed when that many CPU replicas of the model do not fit into the memory that is free now."""
-    needed_bytes = replicas * (_weights_bytes(folder, dtype) + REPLICA_OVERHEAD_BYTES)
+def check_memory(folder: Path, *, replicas: int, ranks: int, dtype: str) -> None:
+    """Raise CommandFailed when that many CPU replicas of the model do not fit into the memory that is free now.
+
+    ranks: processes of one replica, which divide its weights.
+    """
+    needed_bytes = replicas * (_weights_bytes(folder, dtype) + ranks * REPLICA_OVERHEAD_BYTES)
     free_bytes = _available_bytes()
     if needed_bytes > free_bytes:
         raise CommandFailed(

@@ -10,7 +10,7 @@ from tests.tools.strict_serve import unknown_keys
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.parametrize("name", ["local.yaml", "gpu.yaml"])
+@pytest.mark.parametrize("name", ["local.yaml", "gpu.yaml", "tensor-parallel.yaml"])
 def test_serve_and_the_application_know_every_key(name: str) -> None:
     config = yaml.safe_load((CONFIGS / name).read_text())
     assert unknown_keys(config) == []
@@ -34,3 +34,9 @@ def test_the_local_config_scales_from_one_to_two_cpu_replicas_on_loopback() -> N
 def test_the_gpu_config_gives_each_replica_one_gpu_in_bfloat16() -> None:
     settings = parse_settings(yaml.safe_load((CONFIGS / "gpu.yaml").read_text())["applications"][0]["args"])
     assert (settings.replicas.num_gpus, settings.dtype, settings.device) == (1, "bfloat16", "cuda")
+
+
+def test_the_tensor_parallel_config_gives_each_of_two_ranks_one_gpu() -> None:
+    config = yaml.safe_load((CONFIGS / "tensor-parallel.yaml").read_text())
+    replicas = parse_settings(config["applications"][0]["args"]).replicas
+    assert (replicas.tensor_parallel_size, replicas.num_gpus) == (2, 1)

@@ -64,7 +64,8 @@ def begun_request(manager: ContinuousBatchingManager, model: PreTrainedModel) ->
     gate.wait()
     for _ in range(5):
         gate.step()
-    wait_until(lambda: in_flight(manager) == 2)
+    # Before the fifth is in the books, it is the fifth and the sixth that are in flight.
+    wait_until(lambda: (manager.stats().steps_total, in_flight(manager)) == (5, 2))
     return request_id, gate
 
 

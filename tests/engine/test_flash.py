@@ -40,6 +40,7 @@ def test_greedy_tokens_equal_plain_generate(family: str, max_blocks: int | None)
 
 @pytest.mark.parametrize("values", [{"num_blocks": 8}, {"num_blocks": 8, "cpu_offload_space": 0.01}], ids=repr)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.usefixtures("depth")
 def test_requests_that_give_way_answer_the_same(family: str, values: dict[str, Any]) -> None:
     model = tiny_model(family)
     prompts = [prompt_of(40, seed=seed) for seed in range(6)]
@@ -49,6 +50,7 @@ def test_requests_that_give_way_answer_the_same(family: str, values: dict[str, A
         assert manager.stats().preemptions_total > 0
 
 
+@pytest.mark.usefixtures("depth")
 def test_samples_of_one_prompt_share_its_blocks() -> None:
     model = tiny_model()
     answer = greedy(model, PROMPTS[1], NUM_NEW)

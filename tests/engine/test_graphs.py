@@ -34,6 +34,7 @@ def tools(graphs: FakeGraphs) -> dict[str, Any]:
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("depth")
 def test_replayed_steps_give_the_tokens_of_plain_generate(family: str, values: dict[str, Any]) -> None:
     model, graphs = tiny_model(family), FakeGraphs()
     answers = [greedy(model, prompt, NUM_NEW) for prompt in PROMPTS]
@@ -67,6 +68,7 @@ def test_padding_never_touches_a_block_of_the_pool_and_leaves_no_logits() -> Non
             assert not cache._block(store, 8).isnan().any()
 
 
+@pytest.mark.usefixtures("depth")
 def test_a_prompt_and_rows_that_decode_share_a_replayed_step() -> None:
     model, graphs = tiny_model(), FakeGraphs()
     answers = [greedy(model, prompt, NUM_NEW) for prompt in PROMPTS]
@@ -77,6 +79,7 @@ def test_a_prompt_and_rows_that_decode_share_a_replayed_step() -> None:
             assert [result_of(manager, request_id).generated_tokens for request_id in ids] == answers
 
 
+@pytest.mark.usefixtures("depth")
 def test_seeded_samples_do_not_depend_on_graphs() -> None:
     sampling = SamplingParams(temperature=1.5, seed=3, max_new_tokens=NUM_NEW, logprobs=True)
     runs = []

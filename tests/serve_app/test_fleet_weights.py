@@ -67,7 +67,7 @@ class Fleet:
 
     def __init__(self, managers: list[ContinuousBatchingManager], base: str) -> None:
         self.followers = {
-            name: WeightFollower(manager, manager.model, replica_id=name, base_path=base)
+            name: WeightFollower(manager, replica_id=name, base_path=base)
             for name, manager in zip("ab", managers, strict=True)
         }
         self.cut_off: set[str] = set()
@@ -312,7 +312,7 @@ async def test_a_late_replica_takes_the_committed_weights(fleet: Fleet, folders:
     follower = fleet.followers["b"]
     assert await follower.catch_up(await fleet.weights.committed())
     assert (follower.version, follower.source) == (result.version, WeightSource(folders["second"]))
-    weights = [f._model.get_output_embeddings().weight for f in fleet.followers.values()]
+    weights = [f._manager.model.get_output_embeddings().weight for f in fleet.followers.values()]
     assert torch.equal(weights[0], weights[1])
 
 
@@ -531,7 +531,7 @@ async def test_a_rollback_brings_earlier_weights_under_a_new_number(fleet: Fleet
 
 
 async def test_the_configured_model_can_be_gone_back_to_however_long_ago_it_was(
-    fleet: Fleet, folders: dict[str, str], tmp_path: Path
+    fleet: Fleet, folders: dict[str, str], managers: list[ContinuousBatchingManager], tmp_path: Path
 ) -> None:
     fleet.new_controller(tmp_path, num_earlier=1)
     await fleet.recover()
@@ -542,7 +542,7 @@ async def test_the_configured_model_can_be_gone_back_to_however_long_ago_it_was(
     assert fleet.versions() == [back.version] * 2
     assert {follower.source for follower in fleet.followers.values()} == {None}
     base = load_model(folders["base"]).get_output_embeddings().weight
-    assert all(torch.equal(one._model.get_output_embeddings().weight, base) for one in fleet.followers.values())
+    assert all(torch.equal(one.model.get_output_embeddings().weight, base) for one in managers)
 
 
 async def test_there_is_no_going_back_to_what_the_history_does_not_hold(fleet: Fleet, folders: dict[str, str]) -> None:

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from serve_app import settings as settings_module
+from serve_app.app import engine_options
 from serve_app.settings import AppSettings, ReplicaSettings, available_cores, parse_settings
 
 KEY = "0123456789abcdef"
@@ -49,6 +50,12 @@ def test_nested_values_of_a_config_file_are_taken() -> None:
         ({"engine": {"page_sise": 16}}, "engine.page_sise is not a setting"),
         ({"workload_hints": {"max_prompt": 16}}, "workload_hints.max_prompt is not a setting"),
         ({"replicas": {"min": 3, "max": 2}}, "replicas.min is 3"),
+        ({"replicas": {"tensor_parallel_size": 0}}, "replicas.tensor_parallel_size is 0"),
+        (
+            {"replicas": {"tensor_parallel_size": 2, "num_gpus": 2}},
+            "num_gpus is 2, for each of 2 tensor parallel ranks",
+        ),
+        ({"replicas": {"tensor_parallel_size": 2, "num_cpus": 0}}, "num_cpus is 0"),
         ({"engine": {"page_size": 2}}, "engine.page_size is 2"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"weights": {"folder": "weights"}}, "weights.folder is 'weights'; it must be absolute"),
@@ -113,3 +120,13 @@ def test_cores_respect_the_quota_of_a_container(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     assert available_cores() == cores
     assert ReplicaSettings(max=2).threads() == max(1, cores // 2)
+    assert ReplicaSettings(max=2, tensor_parallel_size=2).threads() == max(1, cores // 4)
+
+
+def test_ranks_of_a_replica_are_placed_together() -> None:
+    settings = AppSettings(replicas=ReplicaSettings(tensor_parallel_size=3, num_cpus=0.5, num_gpus=1))
+    options = engine_options(settings)
+    assert options["placement_group_bundles"] == [{"CPU": 0.5, "GPU": 1}] * 3
+    assert options["placement_group_strategy"] == "STRICT_PACK"
+    assert options["ray_actor_options"] == {"num_cpus": 0.5, "num_gpus": 1}
+    assert "placement_group_bundles" not in engine_options(AppSettings())
