@@ -125,12 +125,32 @@ class Pitstop:
 
         return await asyncio.gather(*(complete(prompt, params) for prompt, params in zip(prompts, each, strict=True)))
 
-    async def swap_weights(self, path: str, *, in_flight: str = "keep", cast: bool = False) -> SwapResult:
+    async def swap_weights(
+        self,
+        path: str,
+        *,
+        in_flight: str = "keep",
+        cast: bool = False,
+        label: str = "",
+        idempotency_key: str | None = None,
+    ) -> SwapResult:
         """Replaces the weights of the whole fleet by those in a folder that every replica can read.
 
-        Raises WeightsSourceError, WeightsInvalid and SwapConflict; the old weights then go on serving.
+        Raises WeightsSourceError, WeightsInvalid and SwapConflict; the old weights then go on serving. Sent again with
+        the idempotency_key of a swap that was committed, it gives that one's result and changes nothing.
         """
-        response = self._handle.swap_weights.remote(path, in_flight, cast)
+        response = self._handle.swap_weights.remote(path, in_flight, cast, label, idempotency_key)
+        return await call(response, timeout_s=self._timeout_s, whom="the router")
+
+    async def rollback(
+        self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None
+    ) -> SwapResult:
+        """Brings an earlier version's weights back under a new number; by default those before the committed ones.
+
+        Raises VersionUnavailable where the history does not hold the version or its folder is gone. Without a version,
+        a second rollback goes back to what the first one left.
+        """
+        response = self._handle.rollback.remote(version, in_flight, idempotency_key)
         return await call(response, timeout_s=self._timeout_s, whom="the router")
 
     async def status(self) -> FleetStatus:
@@ -190,8 +210,24 @@ class SyncPitstop:
     ) -> list[Completion | PitstopError]:
         return self._wait(self._pitstop.generate_batch(prompts, sampling, stop=stop, max_concurrent=max_concurrent))
 
-    def swap_weights(self, path: str, *, in_flight: str = "keep", cast: bool = False) -> SwapResult:
-        return self._wait(self._pitstop.swap_weights(path, in_flight=in_flight, cast=cast))
+    def swap_weights(
+        self,
+        path: str,
+        *,
+        in_flight: str = "keep",
+        cast: bool = False,
+        label: str = "",
+        idempotency_key: str | None = None,
+    ) -> SwapResult:
+        swap = self._pitstop.swap_weights(
+            path, in_flight=in_flight, cast=cast, label=label, idempotency_key=idempotency_key
+        )
+        return self._wait(swap)
+
+    def rollback(
+        self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None
+    ) -> SwapResult:
+        return self._wait(self._pitstop.rollback(version, in_flight=in_flight, idempotency_key=idempotency_key))
 
     def status(self) -> FleetStatus:
         return self._wait(self._pitstop.status())

@@ -7,23 +7,44 @@ from ray import serve
 
 from serve_app.broadcast import call_all
 from serve_app.fleet_weights import FleetWeights
-from serve_app.messages import CommittedWeights, FleetStatus, ReplicaReport, SwapResult, WeightSource
+from serve_app.messages import (
+    CommittedWeights,
+    FleetStatus,
+    ReplicaReport,
+    RollbackRequest,
+    SwapRequest,
+    SwapResult,
+)
 from serve_app.settings import AppSettings
 from serve_app.uninterrupted import run_uninterrupted
+from serve_app.weight_history import WeightHistory
 
 ENGINE_DEPLOYMENT = "EngineReplica"
 
 
 @serve.deployment(name="WeightController")
 class WeightController:
-    """FleetWeights behind Ray Serve. One replica; restarted, it learns the committed version from the fleet."""
+    """FleetWeights behind Ray Serve. One replica; restarted, it asks manifest and fleet for the version."""
 
     def __init__(self, settings: AppSettings) -> None:
-        self._weights = FleetWeights(settings, call_all=_call_engines, count_running=_count_running_engines)
+        """Raises ManifestError, which keeps the application from starting, for a manifest that cannot be trusted."""
+        history = WeightHistory(
+            application=serve.get_replica_context().app_name,
+            model=settings.model,
+            folder=settings.weights.folder,
+            num_earlier=settings.weights.history_versions,
+        )
+        self._weights = FleetWeights(
+            settings.weights, history, call_all=_call_engines, count_running=_count_running_engines
+        )
 
-    async def swap(self, source: WeightSource, in_flight: str = "keep", cast: bool = False) -> SwapResult:
+    async def swap(self, request: SwapRequest) -> SwapResult:
         """Brings new weights to every replica, or to none; goes on to its end when the caller goes away."""
-        return await run_uninterrupted(self._weights.swap(source, in_flight=in_flight, cast=cast))
+        return await run_uninterrupted(self._weights.swap(request))
+
+    async def rollback(self, request: RollbackRequest) -> SwapResult:
+        """Brings an earlier version's weights to every replica, or to none, as a swap does."""
+        return await run_uninterrupted(self._weights.rollback(request))
 
     async def status(self) -> FleetStatus:
         """Gives the committed version, each replica's version and state, and the swap under way."""
@@ -36,6 +57,10 @@ class WeightController:
     async def heartbeat(self, report: ReplicaReport) -> CommittedWeights:
         """Takes a replica's report and gives what it has to serve."""
         return await self._weights.heartbeat(report)
+
+    async def start_failed(self, replica_id: str, error: str) -> None:
+        """Takes from a replica that is about to give up why it cannot serve what is committed."""
+        await self._weights.start_failed(replica_id, error)
 
     async def metrics(self) -> str:
         """Gives the controller's numbers as Prometheus text."""

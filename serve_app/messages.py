@@ -47,12 +47,39 @@ class WeightSource:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapRequest:
+    """New weights for the fleet, as somebody asks the controller for them.
+
+    label is for people. A request with the idempotency_key of a committed one gets that one's result and changes
+    nothing. requested_by says where the request came from.
+    """
+
+    source: WeightSource
+    in_flight: str = "keep"
+    cast: bool = False
+    label: str = ""
+    idempotency_key: str | None = None
+    requested_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackRequest:
+    """An earlier version's weights for the fleet, under a new number. version None is the one before the committed."""
+
+    version: int | None = None
+    in_flight: str = "keep"
+    idempotency_key: str | None = None
+    requested_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class SwapOrder:
     """One swap, as the controller sends it to every replica."""
 
     swap_id: str
     version: int
-    source: WeightSource
+    source: WeightSource | None
+    """None is the model the application was started with."""
     in_flight: str = "keep"
     cast: bool = False
 
@@ -87,6 +114,26 @@ class SwapResult:
 
 
 @dataclass(frozen=True, slots=True)
+class CommittedVersion:
+    """A line of the history: a version that was committed, from where, when, and who asked for it."""
+
+    version: int
+    source: WeightSource | None = None
+    """None is the model the application was started with."""
+    cast: bool = False
+    label: str = ""
+    swap_id: str | None = None
+    committed_at: str = ""
+    """UTC, ISO 8601; empty for the model the application was started with."""
+    requested_by: str = ""
+    idempotency_key: str | None = None
+    rollback_to: int | None = None
+    """The version whose weights these are, where a rollback brought them."""
+    result: SwapResult | None = None
+    """What became of the swap, as far as it was known when this was written."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """What a replica tells the controller about once a second."""
 
@@ -99,6 +146,8 @@ class ReplicaReport:
     num_waiting: int = 0
     kv_usage: float = 0.0
     age_s: float = 0.0
+    error: str | None = None
+    """Why the replica has not caught up with the committed version yet, after an attempt that failed."""
     num_ranks: int = 1
     """Processes that the model is cut over."""
 
@@ -123,3 +172,7 @@ class FleetStatus:
     committed: CommittedWeights
     replicas: list[ReplicaReport]
     swap_in_progress: str | None = None
+    history: list[CommittedVersion] = field(default_factory=list)
+    """Newest first; the first one is the committed version."""
+    problem: str | None = None
+    """Why the latest replica that wanted to start could not take the committed weights."""

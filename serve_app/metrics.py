@@ -90,7 +90,12 @@ REPLICA_METRICS = (
 CONTROLLER_METRICS = (
     MetricSpec("pitstop_committed_weight_version", "gauge", "Weight version that every replica has to serve."),
     MetricSpec("pitstop_replicas", "gauge", "Replicas that report to the controller, by state.", ("state",)),
-    MetricSpec("pitstop_swaps_total", "counter", "Weight swaps asked for, by outcome.", ("outcome",)),
+    MetricSpec(
+        "pitstop_swaps_total",
+        "counter",
+        "Swaps and rollbacks asked for, by outcome; rolled_back failed at the commit.",
+        ("outcome",),
+    ),
     MetricSpec("pitstop_swap_stage_seconds", "histogram", "Time to stage new weights on the whole fleet."),
     MetricSpec(
         "pitstop_swap_pause_seconds", "histogram", "Longest pause of a replica in a swap.", buckets=PAUSE_BUCKETS_S

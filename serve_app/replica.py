@@ -25,6 +25,7 @@ from engine import (
     SamplingParams,
 )
 from serve_app.load_meter import LoadMeter
+from serve_app.manifest import FILE_NAME as MANIFEST_NAME
 from serve_app.messages import (
     CommittedWeights,
     GenerateRequest,
@@ -130,6 +131,7 @@ class EngineReplica:
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             kv_usage=stats.kv_usage,
+            error=self._follower.error,
             num_ranks=self._settings.replicas.tensor_parallel_size,
         )
 
@@ -259,7 +261,17 @@ class EngineReplica:
             if not self._follower.is_behind(committed):
                 return
             if not await self._follower.catch_up(committed):
-                raise RuntimeError(f"weight version {committed.version} could not be loaded from {committed.source}")
+                reason = f"weight version {committed.version} cannot be loaded: {self._follower.error}"
+                # So that the status says it; this replica will not report.
+                told = _result(self._controller.start_failed.remote(self._replica_id, reason))
+                await asyncio.wait_for(told, HEARTBEAT_TIMEOUT_S)
+                raise RuntimeError(reason + self._way_out)
+
+    @property
+    def _way_out(self) -> str:
+        folder = self._settings.weights.folder
+        forget = f", or delete {folder}/{MANIFEST_NAME} to begin anew at the configured model" if folder else ""
+        return f"; bring these weights back{forget}"
 
     async def _confirm_weights(self) -> None:
         """Lets the first requests wait for one more look: a swap may have ended while the replica was starting."""

@@ -116,18 +116,32 @@ class RoutingSettings(Section):
 
 
 class WeightSettings(Section):
-    """Deadlines of a weight swap, all in seconds.
+    """Deadlines of a weight swap, all in seconds, and where the committed version is kept.
 
     stage_timeout_s: for reading and checking new weights on every replica; a slow shared disk needs minutes.
     commit_timeout_s: for the pause and the exchange on every replica; a step is short, so this only ends hangs.
     heartbeat_interval_s: between two reports of a replica to the controller.
     forget_after_s: after which a silent replica is no longer expected to answer; a few missed heartbeats.
+    folder: absolute path of an existing folder for the manifest of committed versions, one for each application, on a
+        disk that every machine which may run the controller sees. None keeps them in memory: they are lost when
+        controller and replicas all end.
+    history_versions: earlier versions that are remembered for rollback, beside the model the application was started
+        with; sixteen are more than anybody tries by hand.
     """
 
     stage_timeout_s: float = Field(default=600.0, gt=0)
     commit_timeout_s: float = Field(default=60.0, gt=0)
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
     forget_after_s: float = Field(default=5.0, gt=0)
+    folder: str | None = None
+    history_versions: int = Field(default=16, ge=1)
+
+    @field_validator("folder")
+    @classmethod
+    def _check_folder(cls, value: str | None) -> str | None:
+        if value is not None and not Path(value).is_absolute():
+            raise ValueError(f"weights.folder is {value!r}; it must be absolute, as the controller runs elsewhere")
+        return value
 
 
 class LimitSettings(Section):

@@ -43,6 +43,7 @@ class WeightFollower:
         self._retry_at = 0.0
         self.source: WeightSource | None = None
         self.is_lagging = False
+        self.error: str | None = None
         self._activity: str | None = None
 
     @property
@@ -87,6 +88,7 @@ class WeightFollower:
         if time.monotonic() < self._retry_at:
             return False
         reply = await self._reach(committed)
+        self.error = reply.error
         if not reply.ok:
             self._retry_at = time.monotonic() + CATCH_UP_RETRY_S
         return not self.is_behind(committed)
@@ -98,7 +100,7 @@ class WeightFollower:
         order = SwapOrder(
             swap_id=f"catch-up-{committed.version}",
             version=committed.version,
-            source=committed.source or WeightSource(self._base_path),
+            source=committed.source,
             cast=committed.cast,
         )
         reply = await self.stage(order)
@@ -122,7 +124,8 @@ class WeightFollower:
         if order.version <= self.version:
             raise RuntimeError(f"version {order.version} is not above {self.version}, which is served already")
         started = time.perf_counter()
-        weights = await asyncio.to_thread(self._manager.stage_weights, order.source.path, cast=order.cast)
+        path = order.source.path if order.source is not None else self._base_path
+        weights = await asyncio.to_thread(self._manager.stage_weights, path, cast=order.cast)
         self._staged = _Staged(order, weights)
         self._staged_s = time.perf_counter() - started
         return self._reply(staged_s=self._staged_s)
@@ -143,6 +146,7 @@ class WeightFollower:
             await asyncio.to_thread(staged.weights.discard)
         self.source = order.source
         self.is_lagging = False
+        self.error = None
         logger.info("event=weights_committed version=%d paused_s=%.4f", order.version, self._paused_s)
         return self._reply(paused_s=self._paused_s)
 

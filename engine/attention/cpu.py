@@ -34,14 +34,17 @@ class DecodeKernel:
         rules: LayerRules,
     ) -> Tensor:
         """Stores the new keys and values and gives the attention output as T x (H * G) x D."""
-        for new_HTD, cache_HNCD in zip((key_HTD, value_HTD), view.cache.chunks(rules.layer), strict=True):
-            rows_THD = new_HTD.transpose(0, 1).contiguous()
-            self._compiled.store_rows(rows_THD.numpy(), view.slots_T.numpy(), cache_HNCD.numpy())
+        self._store(view, key_HTD, value_HTD, rules)
         out_THGD = room_for_output(query_HGTD, value_HTD)
         for group in view.groups:
             self._attend_rows(view, group, query_HGTD[:, :, group.start : group.end], rules, out_THGD)
         attend_prompts(view, query_HGTD, (key_HTD, value_HTD), rules, out_THGD)
         return out_THGD.flatten(1, 2)
+
+    def _store(self, view: LayerView, key_HTD: Tensor, value_HTD: Tensor, rules: LayerRules) -> None:
+        for new_HTD, cache_HNCD in zip((key_HTD, value_HTD), view.cache.chunks(rules.layer), strict=True):
+            rows_THD = new_HTD.transpose(0, 1).contiguous()
+            self._compiled.store_rows(rows_THD.numpy(), view.slots_T.numpy(), cache_HNCD.numpy())
 
     def _attend_rows(
         self, view: LayerView, group: DecodeGroup, query_HGRD: Tensor, rules: LayerRules, out_THGD: Tensor

@@ -1,4 +1,4 @@
-"""The command line: `pitstop serve | swap | status | fetch`. Only argument parsing happens here."""
+"""The command line: `pitstop serve | swap | rollback | status | fetch`. Only argument parsing happens here."""
 
 import sys
 from pathlib import Path
@@ -24,6 +24,8 @@ app = typer.Typer(
 CacheDir = Annotated[Path, typer.Option(help="Folder of converted models, logs and the made-up admin key.")]
 Url = Annotated[str, typer.Option(help="Where the application listens.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+InFlight = Annotated[str, typer.Option(help="What becomes of running requests: keep, recompute or abort.")]
+Key = Annotated[str | None, typer.Option(help="Sent again with the same key, the command does its work once.")]
 # Taken from the environment only: a key on the command line could be read by every user of the machine.
 AdminKey = Annotated[str | None, typer.Option(envvar="PITSTOP_ADMIN_KEY", show_envvar=False, hidden=True)]
 AdminKeyFile = Annotated[
@@ -47,10 +49,10 @@ def serve(
 @app.command()
 def swap(
     path: Annotated[Path, typer.Option(help="Folder of safetensors that every replica can read.")],
-    in_flight: Annotated[
-        str, typer.Option(help="What becomes of running requests: keep, recompute or abort.")
-    ] = "keep",
+    in_flight: InFlight = "keep",
     cast: Annotated[bool, typer.Option(help="Convert tensors of another dtype instead of refusing them.")] = False,
+    label: Annotated[str | None, typer.Option(help="A name for people, shown by status.")] = None,
+    idempotency_key: Key = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
     admin_key: AdminKey = None,
@@ -60,7 +62,35 @@ def swap(
     """Load new weights into every replica while requests run."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     with progress(f"swapping weights to {path}"):
-        result = api.swap(str(path.absolute()), in_flight=in_flight, cast=cast)
+        result = api.swap(
+            {
+                "source": {"path": str(path.absolute())},
+                "in_flight": in_flight,
+                "cast": cast,
+                "label": label,
+                "idempotency_key": idempotency_key,
+            }
+        )
+    print_swap(result, as_json=as_json)
+
+
+@app.command()
+def rollback(
+    to: Annotated[
+        int | None, typer.Option(min=1, help="A version of the history; else the one before the committed.")
+    ] = None,
+    in_flight: InFlight = "keep",
+    idempotency_key: Key = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+    admin_key: AdminKey = None,
+    admin_key_file: AdminKeyFile = None,
+    cache_dir: CacheDir = default_cache_dir(),  # noqa: B008
+) -> None:
+    """Bring the weights of an earlier version back, under a new number, while requests run."""
+    api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
+    with progress("rolling weights back"):
+        result = api.rollback({"version": to, "in_flight": in_flight, "idempotency_key": idempotency_key})
     print_swap(result, as_json=as_json)
 
 
@@ -72,7 +102,7 @@ def status(
     admin_key_file: AdminKeyFile = None,
     cache_dir: CacheDir = default_cache_dir(),  # noqa: B008
 ) -> None:
-    """Show the committed weight version and every replica's."""
+    """Show the committed weight version, every replica's, and the versions before."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     print_status(api.status(), as_json=as_json)
 

@@ -1,4 +1,4 @@
-"""`pitstop swap` and `pitstop status`: the admin routes over HTTP."""
+"""`pitstop swap`, `pitstop rollback` and `pitstop status`: the admin routes over HTTP."""
 
 import json
 from ipaddress import ip_address
@@ -22,20 +22,25 @@ class AdminApi:
         self._url = url.rstrip("/") + "/admin/weights"
         self._headers = {"Authorization": f"Bearer {admin_key}"}
 
-    def swap(self, path: str, *, in_flight: str, cast: bool) -> dict[str, Any]:
-        """Load the folder into every replica; returns the application's SwapResult."""
-        body = {"source": {"path": path}, "in_flight": in_flight, "cast": cast}
+    def swap(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Load a folder into every replica; returns the application's SwapResult."""
         return self._send("POST", timeout_s=SWAP_TIMEOUT_S, body=body)
+
+    def rollback(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Bring an earlier version back on every replica; returns the application's SwapResult."""
+        return self._send("POST", "/rollback", timeout_s=SWAP_TIMEOUT_S, body=body)
 
     def status(self) -> dict[str, Any]:
         """The committed version and each replica's report."""
         return self._send("GET", timeout_s=STATUS_TIMEOUT_S)
 
-    def _send(self, method: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _send(
+        self, method: str, path: str = "", *, timeout_s: float, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         try:
             response = httpx.request(
                 method,
-                self._url,
+                self._url + path,
                 json=body,
                 headers=self._headers,
                 timeout=timeout_s,
@@ -66,16 +71,28 @@ def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(fleet))
         return
-    source = (fleet.get("source") or {}).get("path", "the model it was started with")
-    typer.echo(f"committed: version {fleet['version']}, {source}")
-    if fleet.get("swap_in_progress"):
+    committed, *earlier = fleet["history"]
+    typer.echo(f"committed: {_line(committed)}")
+    if fleet["swap_in_progress"]:
         typer.echo(f"swap in progress: {fleet['swap_in_progress']}")
+    if fleet["problem"]:
+        typer.echo(f"problem: {fleet['problem']}")
     for replica in fleet["replicas"]:
         ranks = f", {replica['num_ranks']} ranks" if replica.get("num_ranks", 1) > 1 else ""
+        error = f", {replica['error']}" if replica["error"] else ""
         typer.echo(
             f"{replica['replica_id']}: version {replica['version']}, {replica['state']}, "
-            f"{replica['num_running']} running, {replica['num_waiting']} waiting{ranks}"
+            f"{replica['num_running']} running, {replica['num_waiting']} waiting{ranks}{error}"
         )
+    for version in earlier:
+        typer.echo(f"earlier: {_line(version)}")
+
+
+def _line(version: dict[str, Any]) -> str:
+    """One version of the history: from where, and if known its label, when, and who."""
+    source = version["source"]["path"] if version["source"] else "the model it was started with"
+    parts = [f"version {version['version']}", source, version["label"], version["committed_at"]]
+    return ", ".join(part for part in [*parts, version["requested_by"]] if part)
 
 
 def _is_this_machine(url: str) -> bool:

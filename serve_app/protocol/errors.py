@@ -1,4 +1,4 @@
-"""The errors of the HTTP edge, and the one table from any error of the project to HTTP.
+"""The errors of the application, and the one table from any error of the project to HTTP.
 
 PitstopError                        engine.errors draws the engine's part of the tree
 ├── Unauthorized                    the key is missing or wrong
@@ -8,7 +8,11 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── NoReplica                       no engine replica answers
 ├── ReplicaLost                     the replica died while it answered
 ├── GenerationFailed                the engine gave this one request up
-└── DeadlineExceeded                the request took longer than `limits.request_timeout_s`
+├── DeadlineExceeded                the request took longer than `limits.request_timeout_s`
+└── WeightsError                    engine.errors
+    ├── VersionUnavailable          the version to go back to is not in the history, or its weights are gone
+    └── ManifestError               the manifest of committed versions cannot be read or written
+        └── ManifestTaken           another controller has taken the manifest over
 """
 
 from dataclasses import dataclass
@@ -63,6 +67,18 @@ class DeadlineExceeded(PitstopError):
     """The request was cancelled because it took too long."""
 
 
+class VersionUnavailable(WeightsError):
+    """There is no going back to this version; the message says why."""
+
+
+class ManifestError(WeightsError):
+    """The manifest cannot be read or written; the message names the file and the remedy."""
+
+
+class ManifestTaken(ManifestError):
+    """Another controller has taken the manifest over, so this one commits nothing any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorRule:
     """How one class of errors looks over HTTP. type and code are the fields of OpenAI's error object."""
@@ -93,6 +109,9 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     ReplicaLost: ErrorRule(503, "server_error", "replica_lost"),
     GenerationFailed: ErrorRule(500, "server_error", "generation_failed"),
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
+    VersionUnavailable: ErrorRule(409, "invalid_request_error", "version_unavailable"),
+    ManifestError: ErrorRule(500, "server_error", "manifest_error"),
+    ManifestTaken: ErrorRule(409, "invalid_request_error", "manifest_taken"),
 }
 
 INTERNAL_ERROR_MESSAGE = "internal error; the log of the router has the details"

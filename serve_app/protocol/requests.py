@@ -20,7 +20,7 @@ MAX_STOP_LENGTH = 256
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
 MAX_LABEL_LENGTH = 1024
-"""Characters of user, session_id and cache_salt, which are kept for as long as a request lives."""
+"""Characters of user, session_id and cache_salt, kept while a request lives, and of what the history keeps."""
 
 
 def _as_list(value: Any) -> Any:
@@ -40,6 +40,7 @@ def _one_prompt(value: Any) -> Any:
 
 
 SIGNED_64 = Field(ge=-(2**63), lt=2**63)
+InFlight = Literal["keep", "recompute", "abort"]
 Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_LENGTH)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)]
@@ -226,8 +227,20 @@ class SwapBody(RequestModel):
 
     in_flight: what becomes of running requests: keep their cache, recompute it, or abort them.
     cast: convert tensors of another dtype instead of refusing them.
+    label: for people; shown in the history.
+    idempotency_key: the same body sent again with it gives the first one's result.
     """
 
     source: SourceBody
-    in_flight: Literal["keep", "recompute", "abort"] = "keep"
+    in_flight: InFlight = "keep"
     cast: bool = False
+    label: Label | None = None
+    idempotency_key: Label | None = None
+
+
+class RollbackBody(RequestModel):
+    """The body of `POST /admin/weights/rollback`. version: one of the history; null is the one before the committed."""
+
+    version: Annotated[int, Field(ge=1)] | None = None
+    in_flight: InFlight = "keep"
+    idempotency_key: Label | None = None

@@ -3,19 +3,22 @@
 import hashlib
 import hmac
 from dataclasses import asdict
+from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from serve_app.messages import WeightSource
+from serve_app.messages import FleetStatus, RollbackRequest, SwapRequest, WeightSource
 from serve_app.protocol.errors import AdminDisabled, Unauthorized
 from serve_app.protocol.parsing import parse_body
-from serve_app.protocol.requests import SwapBody
+from serve_app.protocol.requests import RollbackBody, SwapBody
 from serve_app.router.edge import read_body
 from serve_app.router.fleet import Fleet
 
 MAX_BODY_BYTES = 64 * 1024
-"""A swap is a path and two flags."""
+"""A swap is a path, a label and few flags."""
+
+SHOWN_FIRST = ("version", "source", "label", "committed_at", "requested_by")
 
 
 class AdminKey:
@@ -35,24 +38,53 @@ class AdminKey:
 
 
 def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
-    """Gives `/admin/weights`: POST swaps, GET shows."""
+    """Gives `/admin/weights`: POST swaps, GET shows; and POST `/admin/weights/rollback`."""
     routes = APIRouter()
 
     @routes.post("/admin/weights")
     async def swap(request: Request) -> JSONResponse:
         key.check(request)
         body = parse_body(SwapBody, await read_body(request, limit_bytes=MAX_BODY_BYTES))
-        result = await fleet.swap(WeightSource(body.source.path), in_flight=body.in_flight, cast=body.cast)
-        return JSONResponse(asdict(result))
+        wanted = SwapRequest(
+            WeightSource(body.source.path),
+            in_flight=body.in_flight,
+            cast=body.cast,
+            label=body.label or "",
+            idempotency_key=body.idempotency_key,
+            requested_by=_requester(request),
+        )
+        return JSONResponse(asdict(await fleet.swap(wanted)))
+
+    @routes.post("/admin/weights/rollback")
+    async def rollback(request: Request) -> JSONResponse:
+        key.check(request)
+        body = parse_body(RollbackBody, await read_body(request, limit_bytes=MAX_BODY_BYTES))
+        wanted = RollbackRequest(
+            body.version,
+            in_flight=body.in_flight,
+            idempotency_key=body.idempotency_key,
+            requested_by=_requester(request),
+        )
+        return JSONResponse(asdict(await fleet.rollback(wanted)))
 
     @routes.get("/admin/weights")
     async def status(request: Request) -> JSONResponse:
         key.check(request)
-        status = await fleet.status()
-        shown = asdict(status)
-        return JSONResponse({"version": status.committed.version, "source": shown["committed"]["source"]} | shown)
+        return JSONResponse(_shown(await fleet.status()))
 
     return routes
+
+
+def _shown(status: FleetStatus) -> dict[str, Any]:
+    """Puts what is asked for most before the rest: the committed version, from where, when and from whom it came."""
+    shown = asdict(status)
+    newest = shown["history"][0]
+    return {name: newest[name] for name in SHOWN_FIRST} | shown
+
+
+def _requester(request: Request) -> str:
+    # Everybody has the same key, so the address is all there is to tell them apart.
+    return f"HTTP from {request.client.host}" if request.client is not None else "HTTP"
 
 
 def _digest(key: str) -> bytes:

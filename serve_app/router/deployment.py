@@ -9,7 +9,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from engine import SamplingParams, WorkloadHints
-from serve_app.messages import FleetStatus, SwapResult, TokenEvent, WeightSource
+from serve_app.messages import FleetStatus, RollbackRequest, SwapRequest, SwapResult, TokenEvent, WeightSource
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.model_store import resolve_model
 from serve_app.router.admin_routes import AdminKey, admin_routes
@@ -24,6 +24,9 @@ from serve_app.text import Tokenizer
 
 MAX_ONGOING_REQUESTS = 10_000
 """Serve's own queue polls with back-off, so it must never fill; `limits.max_queued_requests` refuses long before."""
+
+REQUESTED_BY = "Python handle"
+"""In the history of the weights."""
 
 
 @serve.deployment(name="Router", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MAX_ONGOING_REQUESTS)
@@ -82,9 +85,23 @@ class Router:
         finally:
             generation.close()
 
-    async def swap_weights(self, path: str, in_flight: str = "keep", cast: bool = False) -> SwapResult:
+    async def swap_weights(
+        self,
+        path: str,
+        in_flight: str = "keep",
+        cast: bool = False,
+        label: str = "",
+        idempotency_key: str | None = None,
+    ) -> SwapResult:
         """Replaces the weights of the whole fleet by those in a folder; raises WeightsError when the old ones stay."""
-        return await self._fleet.swap(WeightSource(path), in_flight=in_flight, cast=cast)
+        request = SwapRequest(WeightSource(path), in_flight, cast, label, idempotency_key, REQUESTED_BY)
+        return await self._fleet.swap(request)
+
+    async def rollback(
+        self, version: int | None = None, in_flight: str = "keep", idempotency_key: str | None = None
+    ) -> SwapResult:
+        """Brings an earlier version's weights back under a new number; raises VersionUnavailable where it cannot."""
+        return await self._fleet.rollback(RollbackRequest(version, in_flight, idempotency_key, REQUESTED_BY))
 
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""

@@ -8,7 +8,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine import PitstopError
 from serve_app.broadcast import call_all
-from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, SwapResult, WeightSource
+from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, RollbackRequest, SwapRequest, SwapResult
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.settings import AppSettings
 
@@ -95,9 +95,14 @@ class Fleet:
         """Gives the committed weights and what every replica reports."""
         return await call(self._controller.status.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller")
 
-    async def swap(self, source: WeightSource, *, in_flight: str, cast: bool) -> SwapResult:
+    async def swap(self, request: SwapRequest) -> SwapResult:
         """Replaces the weights of the whole fleet; raises WeightsError and its kinds when the old ones stay."""
-        response = self._controller.swap.remote(source, in_flight=in_flight, cast=cast)
+        response = self._controller.swap.remote(request)
+        return await call(response, timeout_s=self._swap_timeout_s, whom="the weight controller")
+
+    async def rollback(self, request: RollbackRequest) -> SwapResult:
+        """Brings an earlier version's weights back; raises as `swap`, and VersionUnavailable."""
+        response = self._controller.rollback.remote(request)
         return await call(response, timeout_s=self._swap_timeout_s, whom="the weight controller")
 
     async def metrics(self) -> list[str]:

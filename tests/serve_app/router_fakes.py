@@ -11,14 +11,17 @@ from ray import serve
 
 from engine import InvalidRequest, QueueFull, SwapConflict, WeightsInvalid, WeightSpan
 from serve_app.messages import (
+    CommittedVersion,
     CommittedWeights,
     FleetStatus,
     GenerateRequest,
     ReplicaReport,
+    RollbackRequest,
+    SwapRequest,
     SwapResult,
     TokenEvent,
-    WeightSource,
 )
+from serve_app.protocol.errors import VersionUnavailable
 
 EOS_ID = 0
 MAX_MODEL_LEN = 200
@@ -91,17 +94,29 @@ def refuse(script: str | None) -> None:
 class FakeController:
     def __init__(self) -> None:
         self._version = 1
+        self._asked: SwapRequest | RollbackRequest | None = None
 
-    async def swap(self, source: WeightSource, in_flight: str = "keep", cast: bool = False) -> SwapResult:
-        assert (in_flight, cast) == ("keep", False)
-        if source.path == "/bad":
+    async def swap(self, request: SwapRequest) -> SwapResult:
+        assert (request.in_flight, request.cast) == ("keep", False)
+        self._asked = request
+        if request.source.path == "/bad":
             raise WeightsInvalid("lm_head.weight holds NaN", tensor="lm_head.weight")
-        if source.path == "/busy":
+        if request.source.path == "/busy":
             raise SwapConflict("swap s1 is under way")
         return SwapResult(2, 1, ["fake"], staged_s=0.5, paused_s=0.04, total_s=0.6, swap_id="s2")
 
+    async def rollback(self, request: RollbackRequest) -> SwapResult:
+        self._asked = request
+        if request.version == 9:
+            raise VersionUnavailable("version 9 is not in the history; it holds 1")
+        return SwapResult(3, 2, ["fake"], staged_s=0.5, paused_s=0.04, total_s=0.6, swap_id="s3")
+
+    async def asked(self) -> SwapRequest | RollbackRequest | None:
+        return self._asked
+
     async def status(self) -> FleetStatus:
-        return FleetStatus(await self.committed(), [ReplicaReport("fake", 1, "ready")])
+        history = [CommittedVersion(self._version, label="base", committed_at="now", requested_by="me")]
+        return FleetStatus(await self.committed(), [ReplicaReport("fake", 1, "ready")], history=history)
 
     async def committed(self) -> CommittedWeights:
         return CommittedWeights(self._version)

@@ -5,6 +5,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ import pytest
 import yaml
 
 from serve_app.cli import main
+from serve_app.cli.admin import print_status
 from serve_app.cli.key_file import ensure_key_file, find_admin_key
 from serve_app.cli.serve_config import Overrides, read_config
 from serve_app.cli.startup import failure_in
+from serve_app.messages import CommittedVersion, CommittedWeights, FleetStatus, ReplicaReport, WeightSource
 from tests.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
@@ -228,15 +231,54 @@ def test_swap_sends_an_absolute_folder_with_the_key(
     monkeypatch.setenv("PITSTOP_ADMIN_KEY_FILE", str(key_file))
     result = {"version": 2, "replicas": ["a", "b"], "paused_s": 0.04, "total_s": 1.5}
     with admin_server(200, result) as (url, asked):
-        assert run(monkeypatch, "swap", "--path", "new", "--in-flight", "abort", "--url", url) == 0
+        options = ("--in-flight", "abort", "--label", "step 5", "--idempotency-key", "k")
+        assert run(monkeypatch, "swap", "--path", "new", *options, "--url", url) == 0
     assert asked == [
         {
             "path": "/admin/weights",
             "key": f"Bearer {key_file.read_text().strip()}",
-            "body": {"source": {"path": str(tmp_path / "new")}, "in_flight": "abort", "cast": False},
+            "body": {
+                "source": {"path": str(tmp_path / "new")},
+                "in_flight": "abort",
+                "cast": False,
+                "label": "step 5",
+                "idempotency_key": "k",
+            },
         }
     ]
     assert "version 2 is committed on 2 replica(s); longest pause 40 ms" in capsys.readouterr().out
+
+
+def test_rollback_names_the_version_or_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
+    result = {"version": 4, "replicas": ["a"], "paused_s": 0.04, "total_s": 1.5}
+    with admin_server(200, result) as (url, asked):
+        assert run(monkeypatch, "rollback", "--url", url) == 0
+        assert run(monkeypatch, "rollback", "--to", "2", "--idempotency-key", "k", "--url", url) == 0
+    assert {one["path"] for one in asked} == {"/admin/weights/rollback"}
+    assert [one["body"] for one in asked] == [
+        {"version": None, "in_flight": "keep", "idempotency_key": None},
+        {"version": 2, "in_flight": "keep", "idempotency_key": "k"},
+    ]
+    assert "version 4 is committed on 1 replica(s)" in capsys.readouterr().out
+
+
+def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    status = FleetStatus(
+        CommittedWeights(2),
+        [ReplicaReport("a", 1, "lagging", error="there is no folder /w")],
+        history=[CommittedVersion(2, WeightSource("/w"), label="step 5", requested_by="me"), CommittedVersion(1)],
+        problem="replica b cannot start",
+    )
+    print_status(asdict(status), as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "committed: version 2, /w, step 5, me",
+        "problem: replica b cannot start",
+        "a: version 1, lagging, 0 running, 0 waiting, there is no folder /w",
+        "earlier: version 1, the model it was started with",
+    ]
 
 
 def test_swap_repeats_the_reason_of_a_refusal(

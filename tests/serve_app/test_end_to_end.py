@@ -53,7 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def settings(folders: dict[str, str]) -> AppSettings:
+def settings(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> AppSettings:
     """One to two replicas, and a target that a burst of the tiny model exceeds."""
     return parse_settings(
         {
@@ -63,7 +63,7 @@ def settings(folders: dict[str, str]) -> AppSettings:
             "engine": {"page_size": 16, "num_blocks": 1024},
             "replicas": {"min": 1, "max": 2, "torch_threads": 1, "graceful_shutdown_timeout_s": 1},
             "autoscaling": {"target_work_s": 2.0, "upscale_delay_s": 0.5, "downscale_delay_s": 3600},
-            "weights": {"heartbeat_interval_s": 0.5},
+            "weights": {"heartbeat_interval_s": 0.5, "folder": str(tmp_path_factory.mktemp("manifest"))},
         }
     )
 
@@ -462,6 +462,19 @@ async def test_a_killed_controller_recovers_the_version_from_the_replicas(
     assert response.status_code == 200, response.text
     assert response.json()["version"] == before["version"] + 1
     assert (await complete(http))["choices"][0]["token_ids"] == expected_tokens(folders["base"])
+
+
+async def test_a_rollback_brings_the_weights_of_before_back(http: httpx.AsyncClient, folders: dict[str, str]) -> None:
+    swapped = (await swap(http, folders["third"], label="step 100", idempotency_key="once")).json()
+    assert (await swap(http, folders["second"])).status_code == 200
+    assert (await swap(http, folders["third"], idempotency_key="once")).json() == swapped
+    response = await http.post("/admin/weights/rollback", json={"version": swapped["version"]})
+    assert response.status_code == 200, response.text
+    assert (await complete(http))["choices"][0]["token_ids"] == expected_tokens(folders["third"])
+    shown = await fleet(http)
+    assert (shown["version"], shown["source"]) == (swapped["version"] + 2, {"path": folders["third"]})
+    assert shown["label"] == f"rollback of {swapped['version'] + 1} to {swapped['version']}"
+    assert shown["history"][2]["label"] == "step 100"
 
 
 # Numbers

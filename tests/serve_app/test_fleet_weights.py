@@ -1,6 +1,7 @@
 """The swap over a fleet: all or none, one at a time, versions that only grow. Real engines, no Ray."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,14 +22,24 @@ from engine import (
     load_model,
 )
 from serve_app.fleet_weights import FleetWeights
-from serve_app.messages import CommittedWeights, ReplicaReport, SwapOrder, SwapResult, WeightSource
-from serve_app.settings import AppSettings, WeightSettings
+from serve_app.manifest import FILE_NAME
+from serve_app.messages import (
+    CommittedVersion,
+    CommittedWeights,
+    ReplicaReport,
+    RollbackRequest,
+    SwapOrder,
+    SwapRequest,
+    SwapResult,
+    WeightSource,
+)
+from serve_app.protocol.errors import ManifestError, ManifestTaken, VersionUnavailable
+from serve_app.settings import WeightSettings
 from serve_app.weight_follower import WeightFollower
+from serve_app.weight_history import WeightHistory
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
 
-SETTINGS = AppSettings(
-    weights=WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=0.5)
-)
+SETTINGS = WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=0.5)
 DEADLINE_S = 30.0
 
 
@@ -64,9 +75,16 @@ class Fleet:
         self.answered = asyncio.Event()
         self.weights = self.new_controller()
 
-    def new_controller(self) -> FleetWeights:
-        self.weights = FleetWeights(SETTINGS, call_all=self.call_all, count_running=self.count_running)
+    def new_controller(self, folder: Path | None = None, *, num_earlier: int = 16) -> FleetWeights:
+        """A controller that knows nothing but what the folder and the replicas tell it."""
+        history = WeightHistory(
+            application="pitstop", model="base", folder=folder and str(folder), num_earlier=num_earlier
+        )
+        self.weights = FleetWeights(SETTINGS, history, call_all=self._call, count_running=self.count_running)
         return self.weights
+
+    async def _call(self, method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        return await self.call_all(method, argument, timeout_s=timeout_s)
 
     async def count_running(self) -> int:
         return len(self.followers) - len(self.dead)
@@ -84,7 +102,7 @@ class Fleet:
 
     def report(self, name: str) -> ReplicaReport:
         follower = self.followers[name]
-        return ReplicaReport(name, follower.version, follower.state, follower.source)
+        return ReplicaReport(name, follower.version, follower.state, follower.source, error=follower.error)
 
     async def beat(self) -> None:
         """One heartbeat of every replica, answered as `EngineReplica` answers it."""
@@ -93,8 +111,18 @@ class Fleet:
         for name, committed in zip(alive, answers, strict=True):
             await self.followers[name].catch_up(committed)
 
-    async def swap(self, path: str, *, in_flight: str = "keep", cast: bool = False) -> SwapResult:
-        return await self.weights.swap(WeightSource(path), in_flight=in_flight, cast=cast)
+    async def swap(self, path: str, **options: Any) -> SwapResult:
+        return await self.weights.swap(SwapRequest(WeightSource(path), **options))
+
+    async def rollback(self, version: int | None = None, **options: Any) -> SwapResult:
+        return await self.weights.rollback(RollbackRequest(version, **options))
+
+    async def history(self) -> list[CommittedVersion]:
+        return (await self.weights.status()).history
+
+    async def recover(self) -> None:
+        """Lets a new controller hear of every replica."""
+        await asyncio.gather(self.weights.committed(), self.beat())
 
     def versions(self) -> list[int]:
         return [follower.version for follower in self.followers.values()]
@@ -107,7 +135,7 @@ async def beating(fleet: Fleet) -> AsyncIterator[None]:
     async def beat_forever() -> None:
         while True:
             await fleet.beat()
-            await asyncio.sleep(SETTINGS.weights.heartbeat_interval_s)
+            await asyncio.sleep(SETTINGS.heartbeat_interval_s)
 
     task = asyncio.get_running_loop().create_task(beat_forever())
     try:
@@ -245,7 +273,7 @@ async def test_a_replica_that_misses_the_commit_is_fenced_and_catches_up(fleet: 
 
 
 async def test_a_commit_that_fails_everywhere_leaves_the_old_version_committed(
-    fleet: Fleet, folders: dict[str, str], managers: list[ContinuousBatchingManager]
+    fleet: Fleet, folders: dict[str, str], managers: list[ContinuousBatchingManager], tmp_path: Path
 ) -> None:
     before = fleet.versions()
     call_all = fleet.call_all
@@ -256,11 +284,24 @@ async def test_a_commit_that_fails_everywhere_leaves_the_old_version_committed(
                 manager.stop()
         return await call_all(method, argument, timeout_s=timeout_s)
 
-    fleet.weights._call_all = stop_engines_before_commit
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    fleet.call_all = stop_engines_before_commit
     with pytest.raises(WeightsError, match=r"replica [ab]: "):
-        await fleet.swap(folders["second"])
+        await fleet.swap(folders["second"], idempotency_key="k")
     assert fleet.versions() == before
     assert (await fleet.weights.status()).committed.version == before[0]
+    assert 'pitstop_swaps_total{outcome="rolled_back"} 1.0' in await fleet.weights.metrics()
+    fleet.call_all = call_all
+    for manager in managers:
+        manager.start()
+    # Neither the version nor its number comes back, not even after a restart with all replicas dead.
+    fleet.dead = {"a", "b"}
+    fleet.new_controller(tmp_path)
+    assert (await fleet.weights.committed()).version == before[0]
+    fleet.dead = set()
+    await fleet.beat()
+    assert (await fleet.swap(folders["second"], idempotency_key="k")).version == before[0] + 2
 
 
 async def test_a_late_replica_takes_the_committed_weights(fleet: Fleet, folders: dict[str, str]) -> None:
@@ -321,3 +362,277 @@ async def test_what_was_not_staged_cannot_be_committed(fleet: Fleet, folders: di
     reply = await follower.commit(SwapOrder("s", follower.version + 1, WeightSource(folders["second"])))
     assert not reply.ok
     assert "was not staged here" in str(reply.error)
+
+
+# A manifest in a folder
+
+
+def manifest_text(folder: Path) -> str:
+    return (folder / FILE_NAME).read_text()
+
+
+async def test_with_all_replicas_dead_a_restart_finds_the_committed_version(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path
+) -> None:
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    result = await fleet.swap(folders["second"], label="step 100", requested_by="me")
+    fleet.dead = {"a", "b"}
+    fleet.new_controller(tmp_path)
+    committed = await fleet.weights.committed()
+    assert committed == CommittedWeights(result.version, WeightSource(folders["second"]), swap_id=result.swap_id)
+    newest = (await fleet.history())[0]
+    assert (newest.label, newest.requested_by, newest.result) == ("step 100", "me", result)
+    assert newest.committed_at.endswith("+00:00")
+    fleet.dead = set()
+    await fleet.beat()
+    assert (await fleet.swap(folders["third"])).version == result.version + 1
+
+
+async def test_replicas_behind_the_manifest_catch_up_to_it(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path
+) -> None:
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    version = fleet.versions()[0]
+    # As a controller leaves it that dies between its decision and the first commit.
+    history = WeightHistory(application="pitstop", model="base", folder=str(tmp_path), num_earlier=16)
+    await history.commit(CommittedVersion(version + 1, WeightSource(folders["second"]), swap_id="s"))
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    assert fleet.versions() == [version + 1] * 2
+    assert {follower.source for follower in fleet.followers.values()} == {WeightSource(folders["second"])}
+
+
+async def test_replicas_ahead_of_the_manifest_are_followed_and_written_down(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path
+) -> None:
+    result = await fleet.swap(folders["second"])
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    assert (await fleet.weights.committed()).version == result.version
+    fleet.dead = {"a", "b"}
+    fleet.new_controller(tmp_path)
+    assert (await fleet.weights.committed()).version == result.version
+
+
+async def test_a_swap_whose_decision_cannot_be_written_changes_nothing(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    before, written = fleet.versions(), manifest_text(tmp_path)
+
+    def fail(_path: Path, _content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("serve_app.manifest._write_durably", fail)
+        with pytest.raises(ManifestError, match=r"manifest\.json cannot be written: No space left on device"):
+            await fleet.swap(folders["second"])
+    assert fleet.versions() == before
+    assert all(follower.staged_swap_id is None for follower in fleet.followers.values())
+    assert (await fleet.weights.committed()).version == before[0]
+    assert manifest_text(tmp_path) == written
+    assert (await fleet.swap(folders["second"])).version > before[0]
+
+
+async def test_a_decision_that_cannot_be_taken_back_stands(
+    fleet: Fleet, folders: dict[str, str], managers: list[ContinuousBatchingManager], tmp_path: Path
+) -> None:
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    before = fleet.versions()[0]
+    call_all = fleet.call_all
+
+    async def fail_commit_and_disk(method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        if method == "commit":
+            (tmp_path / FILE_NAME).rename(tmp_path / "moved")
+            for manager in managers:
+                manager.stop()
+        return await call_all(method, argument, timeout_s=timeout_s)
+
+    fleet.call_all = fail_commit_and_disk
+    result = await fleet.swap(folders["second"])
+    assert (result.version, result.replicas, result.lagging) == (before + 1, [], ["a", "b"])
+    for manager in managers:
+        manager.start()
+    await fleet.beat()
+    assert fleet.versions() == [before + 1] * 2
+
+
+async def test_the_controller_of_an_old_deployment_commits_nothing_any_more(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path
+) -> None:
+    blue = fleet.new_controller(tmp_path)
+    await fleet.recover()
+    before, call_all = fleet.versions(), fleet.call_all
+
+    async def upgrade_before_the_decision(method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        answers = await call_all(method, argument, timeout_s=timeout_s)
+        if method == "stage":
+            fleet.new_controller(tmp_path)
+        return answers
+
+    fleet.call_all = upgrade_before_the_decision
+    for _ in range(2):
+        with pytest.raises(ManifestTaken, match="taken over by another controller"):
+            await blue.swap(SwapRequest(WeightSource(folders["second"])))
+    assert fleet.versions() == before
+    assert all(follower.staged_swap_id is None for follower in fleet.followers.values())
+    fleet.call_all = call_all
+    await fleet.recover()
+    assert (await fleet.swap(folders["second"])).replicas == ["a", "b"]
+
+
+async def test_a_damaged_manifest_starts_no_controller(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).write_text("{")
+    with pytest.raises(ManifestError, match="is damaged"):
+        fleet.new_controller(tmp_path)
+
+
+async def test_the_status_says_why_a_replica_cannot_take_the_committed_weights(fleet: Fleet, tmp_path: Path) -> None:
+    history = WeightHistory(application="pitstop", model="base", folder=str(tmp_path), num_earlier=16)
+    gone, version = str(tmp_path / "gone"), fleet.versions()[0] + 1
+    await history.commit(CommittedVersion(version, WeightSource(gone)))
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    await fleet.beat()
+    status = await fleet.weights.status()
+    assert [report.state for report in status.replicas] == ["lagging", "lagging"]
+    assert all(gone in str(report.error) for report in status.replicas)
+    await fleet.weights.start_failed("c", f"there is no folder {gone}")
+    assert (await fleet.weights.status()).problem == f"replica c cannot start: there is no folder {gone}"
+    await fleet.weights.heartbeat(ReplicaReport("d", version, "ready"))
+    assert (await fleet.weights.status()).problem is None
+
+
+# History, rollback and idempotency
+
+
+async def test_a_rollback_brings_earlier_weights_under_a_new_number(fleet: Fleet, folders: dict[str, str]) -> None:
+    second = await fleet.swap(folders["second"], label="good")
+    third = await fleet.swap(folders["third"])
+    back = await fleet.rollback(requested_by="me")
+    assert (back.version, back.previous_version) == (third.version + 1, third.version)
+    assert fleet.versions() == [back.version] * 2
+    assert {follower.source for follower in fleet.followers.values()} == {WeightSource(folders["second"])}
+    newest = (await fleet.history())[0]
+    assert newest.label == f"rollback of {third.version} to {second.version}"
+    assert (newest.rollback_to, newest.requested_by) == (second.version, "me")
+    again = await fleet.rollback(third.version)
+    assert (await fleet.weights.committed()).source == WeightSource(folders["third"])
+    assert [one.version for one in await fleet.history()][:4] == [
+        again.version,
+        back.version,
+        third.version,
+        second.version,
+    ]
+
+
+async def test_the_configured_model_can_be_gone_back_to_however_long_ago_it_was(
+    fleet: Fleet, folders: dict[str, str], managers: list[ContinuousBatchingManager], tmp_path: Path
+) -> None:
+    fleet.new_controller(tmp_path, num_earlier=1)
+    await fleet.recover()
+    for name in ("second", "third", "second"):
+        result = await fleet.swap(folders[name])
+    assert [one.version for one in await fleet.history()] == [result.version, result.version - 1, 1]
+    back = await fleet.rollback(1)
+    assert fleet.versions() == [back.version] * 2
+    assert {follower.source for follower in fleet.followers.values()} == {None}
+    base = load_model(folders["base"]).get_output_embeddings().weight
+    assert all(torch.equal(one.model.get_output_embeddings().weight, base) for one in managers)
+
+
+async def test_there_is_no_going_back_to_what_the_history_does_not_hold(fleet: Fleet, folders: dict[str, str]) -> None:
+    result = await fleet.swap(folders["second"])
+    before = fleet.versions()
+    with pytest.raises(VersionUnavailable, match=f"version {result.version} is the committed one already"):
+        await fleet.rollback(result.version)
+    with pytest.raises(VersionUnavailable, match="version 999 is not in the history; it holds 1, "):
+        await fleet.rollback(999)
+    assert fleet.versions() == before
+
+
+async def test_with_nothing_before_it_a_version_cannot_be_rolled_back() -> None:
+    history = WeightHistory(application="pitstop", model="base", folder=None, num_earlier=16)
+    with pytest.raises(VersionUnavailable, match="version 1 is the only one there is"):
+        history.rollback_target(None)
+
+
+async def test_there_is_no_going_back_to_a_folder_that_is_gone(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path
+) -> None:
+    gone = make_model_folder(tmp_path / "soon gone", seed=1)
+    first = await fleet.swap(gone)
+    second = await fleet.swap(folders["second"])
+    shutil.rmtree(gone)
+    with pytest.raises(
+        VersionUnavailable, match=f"no going back to version {first.version}: replica [ab]: .*soon gone"
+    ):
+        await fleet.rollback()
+    assert fleet.versions() == [second.version] * 2
+
+
+async def test_the_same_key_again_gives_the_first_result_and_swaps_nothing(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path
+) -> None:
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    first = await fleet.swap(folders["second"], idempotency_key="k")
+    assert await fleet.swap(folders["second"], idempotency_key="k") == first
+    fleet.new_controller(tmp_path)
+    await fleet.recover()
+    assert await fleet.swap(folders["second"], idempotency_key="k") == first
+    back = await fleet.rollback(1, idempotency_key="b")
+    assert await fleet.rollback(1, idempotency_key="b") == back
+    assert await fleet.rollback(idempotency_key="b") == back
+    assert fleet.versions() == [back.version] * 2
+
+
+async def test_a_key_of_another_request_is_refused(fleet: Fleet, folders: dict[str, str]) -> None:
+    first = await fleet.swap(folders["second"], idempotency_key="k")
+    with pytest.raises(
+        SwapConflict, match=f"'k' brought version {first.version} from {folders['second']}; use another"
+    ):
+        await fleet.swap(folders["third"], idempotency_key="k")
+    with pytest.raises(SwapConflict, match="use another"):
+        await fleet.rollback(idempotency_key="k")
+    assert fleet.versions() == [first.version] * 2
+
+
+async def test_while_a_swap_runs_its_key_is_told_its_id(fleet: Fleet, folders: dict[str, str]) -> None:
+    conflicts: list[str] = []
+    call_all = fleet.call_all
+
+    async def ask_again_meanwhile(method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        with pytest.raises(SwapConflict) as caught:
+            await fleet.swap(folders["second"], idempotency_key="k")
+        conflicts.append(str(caught.value))
+        return await call_all(method, argument, timeout_s=timeout_s)
+
+    fleet.call_all = ask_again_meanwhile
+    result = await fleet.swap(folders["second"], idempotency_key="k")
+    assert conflicts == [f"swap {result.swap_id} is under way; try again when it has ended"] * 2
+
+
+async def test_a_refused_swap_does_not_use_its_key_up(fleet: Fleet, folders: dict[str, str]) -> None:
+    with pytest.raises(WeightsInvalid):
+        await fleet.swap(folders["missing"], idempotency_key="k")
+    assert (await fleet.swap(folders["second"], idempotency_key="k")).replicas == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"label": "x" * 1025}, "label has 1025 characters; at most 1024"),
+        ({"label": "\ud800"}, "label is .* half a surrogate pair"),
+        ({"idempotency_key": 5}, "idempotency_key is 5; it must be text"),
+    ],
+)
+async def test_what_the_manifest_cannot_hold_is_refused(
+    fleet: Fleet, folders: dict[str, str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        await fleet.swap(folders["second"], **options)

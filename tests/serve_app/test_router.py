@@ -14,7 +14,7 @@ from ray import serve
 
 from engine import InvalidRequest, QueueFull, SamplingParams, SwapConflict, WeightsInvalid, WeightSpan
 from serve_app.client import Completion, Pitstop, SyncPitstop, connect, connect_sync
-from serve_app.protocol.errors import GenerationFailed, NoReplica, ReplicaLost
+from serve_app.protocol.errors import GenerationFailed, NoReplica, ReplicaLost, VersionUnavailable
 from serve_app.router import Router
 from serve_app.settings import AppSettings
 from tests.ports import free_port
@@ -288,7 +288,32 @@ async def test_the_weights_are_swapped_with_the_admin_key(http: httpx.AsyncClien
     assert (swapped["version"], swapped["paused_s"]) == (2, 0.04)
     shown = (await http.get("/admin/weights", headers=headers)).json()
     assert (shown["version"], shown["source"], shown["swap_in_progress"]) == (1, None, None)
+    assert (shown["label"], shown["committed_at"], shown["requested_by"]) == ("base", "now", "me")
+    assert [version["version"] for version in shown["history"]] == [1]
     assert [(r["replica_id"], r["version"], r["state"]) for r in shown["replicas"]] == [("fake", 1, "ready")]
+
+
+async def test_label_key_and_origin_of_a_swap_reach_the_controller(http: httpx.AsyncClient) -> None:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    body = {"source": {"path": "/weights"}, "label": "step 5", "idempotency_key": "k"}
+    assert (await http.post("/admin/weights", json=body, headers=headers)).status_code == 200
+    asked = await serve.get_deployment_handle("FakeController", "pitstop").asked.remote()
+    assert (asked.label, asked.idempotency_key) == ("step 5", "k")
+    assert asked.requested_by.startswith("HTTP from ")
+
+
+async def test_the_weights_are_rolled_back_with_the_admin_key(http: httpx.AsyncClient) -> None:
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    controller = serve.get_deployment_handle("FakeController", "pitstop")
+    for body, version in [({}, None), ({"version": 4, "idempotency_key": "k"}, 4)]:
+        response = await http.post("/admin/weights/rollback", json=body, headers=headers)
+        assert (response.status_code, response.json()["version"]) == (200, 3)
+        assert (await controller.asked.remote()).version == version
+    refused = await http.post("/admin/weights/rollback", json={"version": 9}, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_unavailable")
+    misspelt = await http.post("/admin/weights/rollback", json={"versoin": 1}, headers=headers)
+    assert (misspelt.status_code, misspelt.json()["error"]["param"]) == (400, "versoin")
+    assert (await http.post("/admin/weights/rollback", json={})).status_code == 401
 
 
 @pytest.mark.parametrize(("path", "status", "param"), [("/bad", 400, "lm_head.weight"), ("/busy", 409, None)])
@@ -369,7 +394,12 @@ async def test_errors_cross_the_handle_as_themselves(pitstop: Pitstop) -> None:
 
 
 async def test_the_handle_swaps_and_shows_the_weights(pitstop: Pitstop) -> None:
-    assert (await pitstop.swap_weights("/weights")).version == 2
+    assert (await pitstop.swap_weights("/weights", label="step 5", idempotency_key="k")).version == 2
+    asked = await serve.get_deployment_handle("FakeController", "pitstop").asked.remote()
+    assert (asked.label, asked.idempotency_key, asked.requested_by) == ("step 5", "k", "Python handle")
+    assert (await pitstop.rollback()).version == 3
+    with pytest.raises(VersionUnavailable, match="version 9 is not in the history"):
+        await pitstop.rollback(9)
     assert (await pitstop.status()).replicas[0].state == "ready"
 
 
@@ -381,6 +411,7 @@ def test_the_synchronous_twin_does_the_same(server: Server) -> None:
         outputs = twin.generate_batch(["one", ""])
         assert [type(output) for output in outputs] == [Completion, InvalidRequest]
         assert twin.swap_weights("/weights").version == 2
+        assert twin.rollback(1).version == 3
         assert twin.status().committed.version == 1
     with pytest.raises(NoReplica):
         connect("absent")

@@ -58,6 +58,8 @@ def test_nested_values_of_a_config_file_are_taken() -> None:
         ({"replicas": {"tensor_parallel_size": 2, "num_cpus": 0}}, "num_cpus is 0"),
         ({"engine": {"page_size": 2}}, "engine.page_size is 2"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"weights": {"folder": "weights"}}, "weights.folder is 'weights'; it must be absolute"),
+        ({"weights": {"history_versions": 0}}, "weights.history_versions is 0"),
         ({"autoscaling": {"target_work_s": float("inf")}}, "autoscaling.target_work_s is inf"),
     ],
 )

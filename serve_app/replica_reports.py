@@ -1,0 +1,73 @@
+"""What the controller has heard of the replicas lately."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Set
+from dataclasses import replace
+
+from serve_app.messages import ReplicaReport, SwapOrder, SwapReply
+
+REPLICA_STATES = ("loading", "ready", "staging", "staged", "paused", "lagging", "unhealthy")
+
+
+class ReplicaReports:
+    """The latest report of each replica, until it was silent for too long. One event loop only."""
+
+    def __init__(self, *, forget_after_s: float) -> None:
+        self._forget_after_s = forget_after_s
+        self._reports: dict[str, tuple[float, ReplicaReport]] = {}
+        self._reported = asyncio.Event()
+
+    def add(self, report: ReplicaReport) -> bool:
+        """Keeps a report; gives whether this replica was not heard of before."""
+        is_new = report.replica_id not in self._reports
+        self._reports[report.replica_id] = (time.monotonic(), report)
+        self._reported.set()
+        return is_new
+
+    def names(self) -> Set[str]:
+        """Gives the replicas that were heard of lately, and forgets the others."""
+        oldest = time.monotonic() - self._forget_after_s
+        self._reports = {name: entry for name, entry in self._reports.items() if entry[0] >= oldest}
+        return self._reports.keys()
+
+    def newest_version(self) -> ReplicaReport | None:
+        """Gives the report of the highest version."""
+        return max((self._reports[name][1] for name in self.names()), key=lambda report: report.version, default=None)
+
+    def listed(self, committed_version: int) -> list[ReplicaReport]:
+        """Gives the reports by name, with their ages and with the state that the committed version makes of each."""
+        now = time.monotonic()
+        return [
+            replace(report, age_s=round(now - at, 3), state=_state(report, committed_version))
+            for _, (at, report) in sorted((name, self._reports[name]) for name in self.names())
+        ]
+
+    def count_states(self, committed_version: int) -> dict[str, int]:
+        """Gives how many replicas are in each state there is."""
+        states = Counter(report.state for report in self.listed(committed_version))
+        return {state: states[state] for state in REPLICA_STATES}
+
+    def note_commit(self, reply: SwapReply, order: SwapOrder) -> None:
+        """Keeps a report right from a commit until the next heartbeat."""
+        if reply.replica_id in self._reports:
+            at, report = self._reports[reply.replica_id]
+            report = replace(report, version=reply.version, source=order.source, state="ready", error=None)
+            self._reports[reply.replica_id] = (at, report)
+
+    async def wait_for(self, num_replicas: int, *, timeout_s: float) -> None:
+        """Waits until so many replicas have reported, or the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.names()) < num_replicas and time.monotonic() < deadline:
+            self._reported.clear()
+            try:
+                await asyncio.wait_for(self._reported.wait(), deadline - time.monotonic())
+            except TimeoutError:
+                return
+
+
+def _state(report: ReplicaReport, committed_version: int) -> str:
+    if report.state == "ready" and report.version < committed_version:
+        return "lagging"
+    return report.state
