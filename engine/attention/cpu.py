@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -77,9 +78,16 @@ def find_decode_kernel(dtype: torch.dtype, device: torch.device) -> DecodeKernel
 
 def load_kernels(name: str) -> Any:
     """Gives a module of compiled functions, compiled; only who uses them loads the compiler."""
-    kernels = importlib.import_module(name)
     num_threads = torch.get_num_threads()
-    kernels.prepare()
+    importlib.import_module("engine.jit").use_threads(num_threads)
+    kernels = _prepared(name)
     # Numba starts the threads of the runtime that it shares with torch, and sets their number to that of the cores.
     torch.set_num_threads(num_threads)
+    return kernels
+
+
+@cache
+def _prepared(name: str) -> Any:
+    kernels = importlib.import_module(name)
+    kernels.prepare()
     return kernels
