@@ -187,6 +187,9 @@ class GenerationLoop:
         """Gives a pause back; the loop goes on when the last one is."""
         with self._wake:
             self._num_pauses -= 1
+            if self._num_pauses == 0:
+                # Here, not in the loop's thread: who pauses again at once then waits until a step could be made.
+                self._is_parked = False
             self._wake.notify_all()
 
     def change_version(self, version: int, *, in_flight: str) -> None:
@@ -255,10 +258,9 @@ class GenerationLoop:
         self._runner.park()
         self._is_parked = True
         self._wake.notify_all()
-        while not self._wake.wait_for(lambda: self._num_pauses == 0, timeout=PAUSE_WARNING_S):
+        while not self._wake.wait_for(lambda: not self._is_parked, timeout=PAUSE_WARNING_S):
             logger.warning("generation is still paused paused_s=%.0f", perf_counter() - started)
         self._runner.unpark()
-        self._is_parked = False
         self._paused_seconds += perf_counter() - started
 
     def _take_in(self, posted: list[ActiveRequest | _Cancel], num_posted: int) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,18 @@ def test_a_pause_in_the_middle_of_a_request_changes_nothing(model: PreTrainedMod
             if steps > 8:
                 break
         assert result_of(manager, request_id).generated_tokens == expected
+
+
+@pytest.mark.usefixtures("depth")
+def test_who_pauses_again_and_again_lets_a_step_pass_in_between(model: PreTrainedModel) -> None:
+    with running(model, max_batch_tokens=16) as manager:
+        request_id = manager.add_request(PROMPT, max_new_tokens=NUM_NEW)
+        seen = []
+        for _ in range(NUM_NEW):
+            with manager.pause(weights_changed=False):
+                seen.append(manager.stats().steps_total)
+        assert all(later > earlier for earlier, later in pairwise(seen[1:])), seen
+        assert result_of(manager, request_id).is_finished()
 
 
 @pytest.mark.usefixtures("depth")
