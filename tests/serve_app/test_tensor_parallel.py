@@ -15,6 +15,8 @@ from serve_app.settings import parse_settings
 from tests.serve_app.running_app import APP_NAME, eventually, running_app
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
 
+pytestmark = pytest.mark.slow  # several Ray processes a rank take over a minute to start and to be killed
+
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47] * 3
 RANK, REPLICA = "ray::RankWorker", "EngineReplica"
 
