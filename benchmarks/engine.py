@@ -32,7 +32,7 @@ def main() -> None:
     for num_prompts in arguments.prompts:
         prompts = draw_prompts(num_prompts, _vocab_size(model))
         workload = Workload(model, prompts, arguments.tokens, arguments.threads)
-        results = [_run(one, arguments.rounds, partial(measure_here, one, workload)) for one in ALWAYS]
+        results = [_run(one, arguments, partial(measure_here, one, workload)) for one in ALWAYS]
         results += _run_peers(arguments, workload, models)
         print(f"\n{report.heading(workload, arguments.rounds)}\n\n{report.table(results)}\n\n{report.notes(results)}")
     if arguments.growth:
@@ -47,6 +47,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens for each prompt")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1, help="the best of so many counts, for each setting")
+    parser.add_argument("--settings", type=int, default=3, help="the first so many of each; 1 is a quick look")
     parser.add_argument("--peers", type=_peer_names, default=[], help=f"with commas, of {', '.join(PEERS)}")
     parser.add_argument("--peers-dir", type=Path, default=Path.home() / ".cache" / "pitstop" / "peers")
     parser.add_argument("--growth", action="store_true", help="also print the table of benchmarks.growth")
@@ -86,15 +87,15 @@ def _run_peers(
         if isinstance(model, ContestantFailed):
             yield Result(peer, failures={"installing": str(model)})
         else:
-            yield _run(peer, arguments.rounds, partial(measure_peer, peer, folder, replace(workload, model=model)))
+            yield _run(peer, arguments, partial(measure_peer, peer, folder, replace(workload, model=model)))
 
 
-def _run(contestant: Any, num_rounds: int, measure: Callable[[dict[str, Any]], Measurement]) -> Result:
+def _run(contestant: Any, arguments: argparse.Namespace, measure: Callable[[dict[str, Any]], Measurement]) -> Result:
     """Measures every setting; what fails is told in the table."""
     result = Result(contestant)
-    for setting in contestant.SETTINGS:
+    for setting in contestant.SETTINGS[: arguments.settings]:
         title = report.setting_title(setting)
-        for _ in range(num_rounds):
+        for _ in range(arguments.rounds):
             try:
                 measured = measure(setting)
             except ContestantFailed as failure:
