@@ -418,6 +418,7 @@ class ContinuousBatchingManager:
             )
         self.prepare_weights(staged)
         release_helpers()
+        forgotten: object = None
         self._enter_pause()
         try:
             parked = perf_counter()
@@ -432,10 +433,12 @@ class ContinuousBatchingManager:
                 staged.rollback()
                 raise
             if self._packed is not None:
-                self._packed.refresh(all_of_them=in_place)
+                forgotten = self._packed.refresh(all_of_them=in_place)
         finally:
             self._leave_pause()
-        return perf_counter() - parked
+        paused_s = perf_counter() - parked
+        del forgotten  # frees the old copies while generation goes on
+        return paused_s
 
     # Numbers
 

@@ -58,11 +58,15 @@ class PackedWeights:
         weights = {layer.weight.data_ptr(): layer.weight for layer in self._layers}
         return sum(weight.numel() * weight.element_size() for weight in weights.values())
 
-    def refresh(self, *, all_of_them: bool = False) -> None:
-        """Packs what the layers hold and has no copy, or all of it anew; forgets what no layer holds."""
+    def refresh(self, *, all_of_them: bool = False) -> object:
+        """Packs what the layers hold and has no copy, or all of it anew; forgets what no layer holds.
+
+        Gives what it forgot, for the caller to drop when nobody waits: freeing half a gigabyte takes 25 ms.
+        """
         started = perf_counter()
         with self._lock:
-            known = {} if all_of_them else self._packed
+            before = self._packed
+            known = {} if all_of_them else before
             packed: dict[int, _Packed] = {}
             for layer in self._layers:
                 address = layer.weight.data_ptr()
@@ -70,6 +74,7 @@ class PackedWeights:
                     packed[address] = known.get(address) or _pack(layer.weight)
             self._packed = packed
         logger.debug("weights packed layers=%d took_s=%.3f", len(self._layers), perf_counter() - started)
+        return before
 
     def prepare(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Packs tensors that are about to stand in for weights; pairs of the weight held and the new one.
