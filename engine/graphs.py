@@ -114,7 +114,6 @@ class StepGraphs:
         shape = self._padded_shape(rows)
         if shape is None:
             return None
-        self._forget_if_moved()
         values = to_device(self._packer.pack(rows, shape), self._packer.cache.device)
         graph = self._graphs.get(shape)
         if graph is None:
@@ -138,6 +137,14 @@ class StepGraphs:
                 self._forward(self._packer.unpack(values, shape, []))
                 self._capture(shape, values)
 
+    def forget_if_moved(self) -> None:
+        """Drops all graphs when a weight has another address than they hold."""
+        addresses = _addresses(self._model)
+        if addresses != self._addresses:
+            logger.warning("weights moved in memory, CUDA graphs are captured anew num_graphs=%d", len(self._graphs))
+            self._graphs.clear()
+            self._addresses = addresses
+
     def _capture(self, shape: StepShape, values: Tensor) -> None:
         """Turns graphs off when the model cannot be captured: it waits for the device, say, to look at a number."""
 
@@ -150,13 +157,6 @@ class StepGraphs:
             self._uses_packed = self._uses_decode = False
             self._graphs.clear()
             logger.warning("model cannot be captured, steps run without CUDA graphs error=%r", error)
-
-    def _forget_if_moved(self) -> None:
-        addresses = _addresses(self._model)
-        if addresses != self._addresses:
-            logger.warning("weights moved in memory, CUDA graphs are captured anew num_graphs=%d", len(self._graphs))
-            self._graphs.clear()
-            self._addresses = addresses
 
     def _padded_shape(self, rows: Sequence[PlannedRow]) -> StepShape | None:
         exact = self._packer.shape_of(rows)

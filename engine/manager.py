@@ -153,7 +153,7 @@ class ContinuousBatchingManager:
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
-            self._repack()
+            self._take_up_weights()
             release_helpers()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
@@ -368,7 +368,7 @@ class ContinuousBatchingManager:
         finally:
             try:
                 if weights_changed:
-                    self._repack()
+                    self._take_up_weights()
                     self._change_version(None, in_flight="keep")
                 release_helpers()
             finally:
@@ -490,10 +490,11 @@ class ContinuousBatchingManager:
             return self._driver_runner
         return StepThread(runner) if self.config.steps_in_flight > 1 else runner
 
-    def _repack(self) -> None:
-        """Values may have changed in place, which no address shows."""
+    def _take_up_weights(self) -> None:
+        """Makes anew what depends on the weights: they may have changed in place, which no address shows, or moved."""
         if self._packed is not None:
             self._packed.refresh(all_of_them=True)
+        self._runner.forget_moved_weights()
 
     def _why_no_graphs(self) -> str | None:
         if self._ranks is not None:

@@ -105,6 +105,11 @@ class ModelRunner:
         finally:
             self._model.train(was_training)
 
+    def forget_moved_weights(self) -> None:
+        """Drops captured steps where the weights have other addresses now. Only while nothing is in flight."""
+        if self._graphs is not None:
+            self._graphs.forget_if_moved()
+
     def launch(self, plan: StepPlan) -> StepHandle:
         """Makes the planned copies and computes a step; its handle has the token of each row that samples.
 
