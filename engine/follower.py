@@ -8,7 +8,8 @@ from engine.active_request import ActiveRequest
 from engine.errors import EngineDead, EngineStopped
 from engine.loop import StopMode
 from engine.metrics import EngineStats
-from engine.parallel import RankGroup, StepRunner, Verb
+from engine.parallel import RankGroup, Verb
+from engine.plan import StepRunner
 from engine.rank_weights import RankWeights
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from engine.active_request import ActiveRequest
 from engine.errors import DuplicateRequest, EngineDead, EngineStopped, QueueFull
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
-from engine.plan import StepHandle, StepPlan
+from engine.plan import StepHandle, StepPlan, StepRunner
 from engine.request import FinishReason, RequestStatus
 from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
@@ -28,10 +28,8 @@ HANG_S = 120.0
 logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """What the loop needs of the model: steps run in the order of their launches."""
-
-    def launch(self, plan: StepPlan) -> StepHandle: ...
+class Runner(StepRunner, Protocol):
+    """What the loop needs of the model."""
 
     def park(self) -> None: ...
 

@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
 from time import monotonic, sleep
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy, CopyKind
 from engine.errors import EngineDead
-from engine.plan import PlannedRow, StepHandle, StepPlan
+from engine.plan import PlannedRow, StepHandle, StepPlan, StepRunner
 from engine.rendezvous import LOOPBACK, NO_TIMEOUT_S, open_store
 from engine.request import SamplingParams
 
@@ -86,12 +86,6 @@ class Order:
     verb: Verb
     plan: StepPlan = field(default_factory=lambda: StepPlan([]))
     task: WeightsTask | None = None
-
-
-class StepRunner(Protocol):
-    """What computes a step on one rank."""
-
-    def launch(self, plan: StepPlan) -> StepHandle: ...
 
 
 class RankGroup:

@@ -64,6 +64,12 @@ class StepHandle(Protocol):
         ...
 
 
+class StepRunner(Protocol):
+    """What computes steps, in the order of their launches."""
+
+    def launch(self, plan: StepPlan) -> StepHandle: ...
+
+
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
     """The handle of a step that had run when its launch returned."""

@@ -8,15 +8,8 @@ import threading
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Protocol
 
-from engine.plan import SampledToken, StepHandle, StepPlan
-
-
-class StepRunner(Protocol):
-    """What runs the steps, in the thread."""
-
-    def launch(self, plan: StepPlan) -> StepHandle: ...
+from engine.plan import SampledToken, StepHandle, StepPlan, StepRunner
 
 
 class StepThread:
