@@ -48,7 +48,7 @@ def run_ranks(folder: Path, scenario: str) -> dict[str, Any]:
         )
         for rank in range(2)
     ]
-    errors = [rank.communicate(timeout=300)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=180)[1] for rank in ranks]
     assert ranks[0].returncode == 0, errors[0][-3000:]
     return json.loads(result.read_text())
 
