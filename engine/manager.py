@@ -96,12 +96,12 @@ class ContinuousBatchingManager:
             fallback=getattr(generation_config or own_config, "compile_config", None),
         )
         free_bytes = free_host_bytes()
-        wanted = self.continuous_batching_config.pack_weights
-        if self._compiling is not None:
-            if wanted:
-                raise InvalidRequest("pack_weights=True replaces layers that torch.compile compiles", "pack_weights")
-            wanted = False
-        self._packed = pack_weights(model, wanted=wanted, free_bytes=free_bytes)
+        self._packed = pack_weights(
+            model,
+            wanted=self.continuous_batching_config.pack_weights,
+            free_bytes=free_bytes,
+            is_compiled=self._compiling is not None,
+        )
         chosen = choose_flash(
             flash or find_flash(model.device), self.continuous_batching_config, self._layers, dtype=model.dtype
         )

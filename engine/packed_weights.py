@@ -105,7 +105,9 @@ class PackedWeights:
         return forward
 
 
-def pack_weights(model: PreTrainedModel, *, wanted: bool | None, free_bytes: int) -> PackedWeights | None:
+def pack_weights(
+    model: PreTrainedModel, *, wanted: bool | None, free_bytes: int, is_compiled: bool = False
+) -> PackedWeights | None:
     """Gives the packed weights of a model on a CPU in float32, or None where there are to be none.
 
     wanted: None leaves it to memory. Raises InvalidRequest when they are wanted and cannot be had.
@@ -117,6 +119,8 @@ def pack_weights(model: PreTrainedModel, *, wanted: bool | None, free_bytes: int
         obstacle = f"it is for float32 on a CPU, and this model is {model.dtype} on {model.device.type}"
     elif not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         obstacle = "this build of torch has no oneDNN"
+    elif is_compiled:
+        obstacle = "torch.compile compiles the layers that it would replace"
     elif getattr(model, "tp_size", None):
         obstacle = "the model is cut over tensor parallel ranks"
     if obstacle is None:
