@@ -204,7 +204,7 @@ def test_a_machine_without_a_compiler_is_refused_in_one_sentence(monkeypatch: py
     [
         ({"varlen_compile_config": "fast"}, "varlen_compile_config is 'fast'"),
         ({"decode_compile_config": object()}, "decode_compile_config is"),
-        ({"pack_weights": True, "default_compile_level": 1}, "pack_weights=True cannot be had: torch.compile compiles the layers"),
+        ({"pack_weights": True, "default_compile_level": 1}, "pack_weights=True cannot be had: torch.compile"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_by_name(values: dict[str, Any], message: str) -> None:
