@@ -1,0 +1,127 @@
+"""The application, from any event loop."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from engine import PitstopError, QueueFull, SamplingParams, WorkloadHints
+from serve_app.client.completion import Completion, join_events
+from serve_app.messages import FleetStatus, SwapResult, TokenEvent
+from serve_app.router.handle_stream import HandleStream, call
+from serve_app.router.service import Prompt
+
+TIMEOUT_S = 3600.0
+"""The router's own limit of a request is shorter; this one ends the wait for a router that is gone."""
+MAX_CONCURRENT = 128
+"""Prompts of a batch in flight at once: enough to fill an engine's batch, below what its queue refuses."""
+FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
+"""A batch that meets a full queue tries again, doubling its wait between these."""
+
+
+class Pitstop:
+    """An application, from any event loop. Prompts are text, token ids, or the messages of a chat."""
+
+    def __init__(self, handle: DeploymentHandle[Any], *, timeout_s: float = TIMEOUT_S) -> None:
+        # The methods of a handle are made at run time, so types end here and begin again at what each call returns.
+        self._handle: Any = handle
+        self._stream_handle: Any = handle.options(stream=True)
+        self._timeout_s = timeout_s
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        hints: WorkloadHints | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[TokenEvent, None]:
+        """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
+
+        Closing the generator (leaving the loop, `aclose`) ends the request in the engine.
+        """
+        response = self._stream_handle.generate.remote(prompt, sampling, hints, stop=stop, cache_salt=cache_salt)
+        stream = HandleStream(response, timeout_s=self._timeout_s)
+        try:
+            async for event in stream:
+                yield event
+        finally:
+            stream.close()
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        max_concurrent: int = MAX_CONCURRENT,
+    ) -> list[Completion | PitstopError]:
+        """Gives one output for each prompt, in their order; a prompt that fails gives its own error.
+
+        sampling is one for all, or one for each. A full queue is waited for, up to the timeout of this object.
+        """
+        if isinstance(prompts, str):
+            raise ValueError("prompts is one text; give a list of prompts")
+        each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(f"sampling has {len(each)} items for {len(prompts)} prompts; give one, or one for each")
+        places = asyncio.Semaphore(max_concurrent)
+
+        async def complete(prompt: Prompt, params: SamplingParams | None) -> Completion | PitstopError:
+            async with places:
+                try:
+                    return await self._complete(prompt, params, stop)
+                except PitstopError as error:
+                    return error
+
+        return await asyncio.gather(*(complete(prompt, params) for prompt, params in zip(prompts, each, strict=True)))
+
+    async def swap_weights(
+        self,
+        path: str,
+        *,
+        in_flight: str = "keep",
+        cast: bool = False,
+        label: str = "",
+        idempotency_key: str | None = None,
+    ) -> SwapResult:
+        """Replaces the weights of the whole fleet by those in a folder that every replica can read.
+
+        Raises WeightsSourceError, WeightsInvalid and SwapConflict; the old weights then go on serving. Sent again with
+        the idempotency_key of a swap that was committed, it gives that one's result and changes nothing.
+        """
+        response = self._handle.swap_weights.remote(path, in_flight, cast, label, idempotency_key)
+        return await call(response, timeout_s=self._timeout_s, whom="the router")
+
+    async def rollback(
+        self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None
+    ) -> SwapResult:
+        """Brings an earlier version's weights back under a new number; by default those before the committed ones.
+
+        Raises VersionUnavailable where the history does not hold the version or its folder is gone. Without a version,
+        a second rollback goes back to what the first one left.
+        """
+        response = self._handle.rollback.remote(version, in_flight, idempotency_key)
+        return await call(response, timeout_s=self._timeout_s, whom="the router")
+
+    async def status(self) -> FleetStatus:
+        """Gives the committed weights and what every replica reports."""
+        return await call(self._handle.status.remote(), timeout_s=self._timeout_s, whom="the router")
+
+    async def tokenize(self, prompt: Prompt) -> list[int]:
+        """Gives the ids of a prompt, chat template included."""
+        return await call(self._handle.tokenize.remote(prompt), timeout_s=self._timeout_s, whom="the router")
+
+    async def _complete(self, prompt: Prompt, sampling: SamplingParams | None, stop: str | Sequence[str]) -> Completion:
+        retry_s = FIRST_RETRY_S
+        give_up_at = asyncio.get_running_loop().time() + self._timeout_s
+        while True:
+            try:
+                return join_events([event async for event in self.generate(prompt, sampling, stop=stop)])
+            except QueueFull:
+                if asyncio.get_running_loop().time() + retry_s > give_up_at:
+                    raise
+            await asyncio.sleep(retry_s)
+            retry_s = min(2 * retry_s, LAST_RETRY_S)

@@ -1,0 +1,99 @@
+"""The application for code without an event loop."""
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from engine import PitstopError, SamplingParams, WorkloadHints
+from serve_app.client.completion import Completion
+from serve_app.client.pitstop import MAX_CONCURRENT, Pitstop
+from serve_app.messages import FleetStatus, SwapResult, TokenEvent
+from serve_app.router.service import Prompt
+
+T = TypeVar("T")
+
+
+class SyncPitstop:
+    """The same application without an event loop; usable from several threads. Close it, or use it in a `with`."""
+
+    def __init__(self, pitstop: Pitstop) -> None:
+        self._pitstop = pitstop
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="pitstop-client", daemon=True)
+        self._thread.start()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        hints: WorkloadHints | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        cache_salt: str | None = None,
+    ) -> Iterator[TokenEvent]:
+        """Gives token events as `Pitstop.generate` does; leaving the loop ends the request in the engine."""
+        events = self._pitstop.generate(prompt, sampling, hints, stop=stop, cache_salt=cache_salt)
+        try:
+            while (event := self._wait(_next(events))) is not None:
+                yield event
+        finally:
+            self._wait(events.aclose())
+
+    def generate_batch(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        max_concurrent: int = MAX_CONCURRENT,
+    ) -> list[Completion | PitstopError]:
+        return self._wait(self._pitstop.generate_batch(prompts, sampling, stop=stop, max_concurrent=max_concurrent))
+
+    def swap_weights(
+        self,
+        path: str,
+        *,
+        in_flight: str = "keep",
+        cast: bool = False,
+        label: str = "",
+        idempotency_key: str | None = None,
+    ) -> SwapResult:
+        swap = self._pitstop.swap_weights(
+            path, in_flight=in_flight, cast=cast, label=label, idempotency_key=idempotency_key
+        )
+        return self._wait(swap)
+
+    def rollback(
+        self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None
+    ) -> SwapResult:
+        return self._wait(self._pitstop.rollback(version, in_flight=in_flight, idempotency_key=idempotency_key))
+
+    def status(self) -> FleetStatus:
+        return self._wait(self._pitstop.status())
+
+    def tokenize(self, prompt: Prompt) -> list[int]:
+        return self._wait(self._pitstop.tokenize(prompt))
+
+    def close(self) -> None:
+        """Ends the thread; the application runs on."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _next(events: AsyncGenerator[TokenEvent, None]) -> TokenEvent | None:
+    return await anext(events, None)
