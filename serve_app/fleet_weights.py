@@ -7,19 +7,20 @@ that does not hear it learns it from its next heartbeat and is out of routing un
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Awaitable, Callable
 from contextvars import Context
 from dataclasses import replace
 from pathlib import PurePath
 
 from engine import InvalidRequest, PitstopError, SwapConflict, WeightsSourceError
+from serve_app.hub_source import fetch_from_hub
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
     FleetStatus,
     ReplicaReport,
     RollbackRequest,
+    SwapOptions,
     SwapRequest,
     SwapResult,
 )
@@ -27,6 +28,7 @@ from serve_app.metrics import CONTROLLER_METRICS, Recorder
 from serve_app.protocol.errors import VersionUnavailable
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
+from serve_app.swap_turn import SwapTurn
 from serve_app.two_phase_swap import CallAll, TwoPhaseSwap
 from serve_app.weight_history import WeightHistory
 
@@ -51,7 +53,7 @@ class FleetWeights:
     ) -> None:
         self._history = history
         self._count_running = count_running
-        self._swap_id: str | None = None
+        self._turn = SwapTurn()
         self._reports = ReplicaReports(forget_after_s=settings.forget_after_s)
         self._two_phases = TwoPhaseSwap(settings, history, self._reports, call_all=call_all)
         self._problem: tuple[int, str] | None = None
@@ -65,7 +67,7 @@ class FleetWeights:
     async def committed(self) -> CommittedWeights:
         """Gives what every replica has to serve; after a restart only once the replicas were heard."""
         await self._recover()
-        return replace(self._history.committed, swap_in_progress=self._swap_id)
+        return replace(self._history.committed, swap_in_progress=self._turn.swap_id)
 
     async def heartbeat(self, report: ReplicaReport) -> CommittedWeights:
         """Takes the report of a replica and tells it what it has to serve."""
@@ -90,7 +92,8 @@ class FleetWeights:
         return FleetStatus(
             committed,
             self._reports.listed(committed.version),
-            self._swap_id,
+            self._turn.swap_id,
+            phase=self._two_phases.phase if self._turn.swap_id is not None else None,
             history=self._history.listed(),
             problem=self._problem[1] if self._problem is not None and is_current else None,
         )
@@ -102,23 +105,8 @@ class FleetWeights:
         idempotency key that another request has used.
         """
         await self._recover()
-        _check_text(label=request.label, idempotency_key=request.idempotency_key, path=request.source.path)
-        if not PurePath(request.source.path).is_absolute():
-            raise InvalidRequest(
-                f"path is {request.source.path!r}; it must be absolute, as replicas run in other folders", "path"
-            )
-        known = self._finished(request.idempotency_key)
-        if known is not None and known.rollback_to is None and known.source == request.source:
-            return _result_of(known)
-        version = CommittedVersion(
-            0,
-            request.source,
-            request.cast,
-            request.label,
-            requested_by=request.requested_by,
-            idempotency_key=request.idempotency_key,
-        )
-        return await self._bring(version, request.in_flight)
+        _check_swap(request)
+        return await self._carry_out(request)
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
         """Brings the weights of an earlier version to the whole fleet, under a new number, as a swap does.
@@ -126,24 +114,8 @@ class FleetWeights:
         Raises VersionUnavailable where the history does not hold the version, and where its weights are gone.
         """
         await self._recover()
-        _check_text(idempotency_key=request.idempotency_key)
-        known = self._finished(request.idempotency_key)
-        if known is not None and known.rollback_to is not None and request.version in (None, known.rollback_to):
-            return _result_of(known)
-        target = self._history.rollback_target(request.version)
-        version = CommittedVersion(
-            0,
-            target.source,
-            target.cast,
-            label=f"rollback of {self._history.newest.version} to {target.version}",
-            requested_by=request.requested_by,
-            idempotency_key=request.idempotency_key,
-            rollback_to=target.version,
-        )
-        try:
-            return await self._bring(version, request.in_flight)
-        except WeightsSourceError as error:
-            raise VersionUnavailable(f"there is no going back to version {target.version}: {error}") from error
+        _check_options(request)
+        return await self._carry_out(request)
 
     async def metrics(self) -> str:
         """Gives the controller's numbers as Prometheus text."""
@@ -153,43 +125,77 @@ class FleetWeights:
             self._recorder.set_gauge("pitstop_replicas", state, value=count)
         return self._recorder.expose()
 
-    async def _bring(self, version: CommittedVersion, in_flight: str) -> SwapResult:
-        """Runs one swap to these weights, which get their number here, unless another one is under way."""
-        if in_flight not in IN_FLIGHT_CHOICES:
-            raise InvalidRequest(
-                f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}", "in_flight"
-            )
-        self._refuse_conflicts(version)
-        self._swap_id = uuid.uuid4().hex
-        numbered = replace(version, version=self._history.next_version, swap_id=self._swap_id)
+    async def _carry_out(self, request: SwapRequest | RollbackRequest) -> SwapResult:
+        """Gives what this request has brought before, or brings it now, in its turn."""
+        if (known := self._finished(request)) is not None:
+            return known
         try:
-            result = await self._two_phases.run(numbered, in_flight=in_flight)
+            async with self._turn.taken(wait_s=request.wait_s) as swap_id:
+                if (known := self._finished(request)) is not None:
+                    return known
+                self._refuse_used_key(request.idempotency_key)
+                return await self._bring(request, swap_id)
+        except SwapConflict:
+            self._recorder.count("pitstop_swaps_total", "conflict")
+            raise
+
+    async def _bring(self, request: SwapRequest | RollbackRequest, swap_id: str) -> SwapResult:
+        """Runs one swap, whose version gets its number here."""
+        try:
+            if isinstance(request, SwapRequest):
+                result = await self._run(await self._wanted(request), request, swap_id)
+            else:
+                result = await self._go_back(request, swap_id)
+        except SwapConflict:
+            raise
         except PitstopError as error:
             outcome = "rolled_back" if self._two_phases.was_rolled_back else "refused"
             self._recorder.count("pitstop_swaps_total", outcome)
-            logger.warning("event=swap_refused swap=%s error=%r", self._swap_id, str(error))
+            logger.warning("event=swap_refused swap=%s error=%r", swap_id, str(error))
             raise
-        finally:
-            self._swap_id = None
         self._record(result)
         return result
 
-    def _finished(self, idempotency_key: str | None) -> CommittedVersion | None:
-        """Gives what a request with this key has brought, unless that swap is still under way."""
-        known = self._history.find_key(idempotency_key)
-        return known if known is not None and known.swap_id != self._swap_id else None
+    async def _run(self, version: CommittedVersion, options: SwapOptions, swap_id: str) -> SwapResult:
+        numbered = replace(
+            version,
+            version=self._history.next_version,
+            swap_id=swap_id,
+            requested_by=options.requested_by,
+            idempotency_key=options.idempotency_key,
+        )
+        return await self._two_phases.run(numbered, in_flight=options.in_flight)
 
-    def _refuse_conflicts(self, version: CommittedVersion) -> None:
-        reason = None
-        used = self._history.find_key(version.idempotency_key)
+    async def _wanted(self, request: SwapRequest) -> CommittedVersion:
+        source = request.source
+        if source.hub is not None:
+            self._two_phases.phase = "fetch"
+            source = await asyncio.to_thread(fetch_from_hub, source)
+        return CommittedVersion(0, source, request.cast, request.label)
+
+    async def _go_back(self, request: RollbackRequest, swap_id: str) -> SwapResult:
+        target = self._history.rollback_target(request.version)
+        label = f"rollback of {self._history.newest.version} to {target.version}"
+        version = CommittedVersion(0, target.source, target.cast, label, rollback_to=target.version)
+        try:
+            return await self._run(version, request, swap_id)
+        except WeightsSourceError as error:
+            raise VersionUnavailable(f"there is no going back to version {target.version}: {error}") from error
+
+    def _finished(self, request: SwapRequest | RollbackRequest) -> SwapResult | None:
+        """Gives what this request has brought, unless its swap is still under way."""
+        known = self._history.find_key(request.idempotency_key)
+        if known is None or known.swap_id == self._turn.swap_id or not _is_of(known, request):
+            return None
+        # Only the model the application was started with came without a swap, and it has no idempotency key.
+        assert known.result is not None
+        return known.result
+
+    def _refuse_used_key(self, key: str | None) -> None:
+        used = self._history.find_key(key)
         if used is not None:
-            path = used.source.path if used.source is not None else "the configured model"
-            reason = f"idempotency_key {used.idempotency_key!r} brought version {used.version} from {path}; use another"
-        if self._swap_id is not None:
-            reason = f"swap {self._swap_id} is under way; try again when it has ended"
-        if reason is not None:
-            self._recorder.count("pitstop_swaps_total", "conflict")
-            raise SwapConflict(reason)
+            source = used.source or "the configured model"
+            raise SwapConflict(f"idempotency_key {key!r} brought version {used.version} from {source}; use another")
 
     def _record(self, result: SwapResult) -> None:
         self._recorder.count("pitstop_swaps_total", "committed")
@@ -224,6 +230,30 @@ class FleetWeights:
         self._is_recovered = True
 
 
+def _is_of(known: CommittedVersion, request: SwapRequest | RollbackRequest) -> bool:
+    """Gives whether this request may have brought this version."""
+    if isinstance(request, RollbackRequest):
+        return known.rollback_to is not None and request.version in (None, known.rollback_to)
+    return known.rollback_to is None and known.source is not None and known.source.as_asked == request.source
+
+
+def _check_swap(request: SwapRequest) -> None:
+    source = request.source
+    _check_options(request)
+    _check_text(label=request.label, path=source.path, hub=source.hub, revision=source.revision)
+    if source.hub is None and not PurePath(source.path).is_absolute():
+        raise InvalidRequest(f"path is {source.path!r}; it must be absolute, as replicas run in other folders", "path")
+
+
+def _check_options(options: SwapOptions) -> None:
+    """Raises InvalidRequest for what came over a handle, where nobody has checked it."""
+    _check_text(idempotency_key=options.idempotency_key)
+    if options.in_flight not in IN_FLIGHT_CHOICES:
+        raise InvalidRequest(
+            f"in_flight is {options.in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}", "in_flight"
+        )
+
+
 def _check_text(**texts: object) -> None:
     """Raises InvalidRequest for what the manifest could not hold."""
     for name, text in texts.items():
@@ -237,9 +267,3 @@ def _check_text(**texts: object) -> None:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidRequest(f"{name} is {text!r}, which has half a surrogate pair; use another", name) from None
-
-
-def _result_of(version: CommittedVersion) -> SwapResult:
-    # Only the model the application was started with came without a swap, and it has no idempotency key.
-    assert version.result is not None
-    return version.result

@@ -1,6 +1,6 @@
 """What router, replica and controller exchange: frozen dataclasses, pickled by Ray."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine import SamplingParams, WeightSpan, WorkloadHints
 
@@ -41,35 +41,53 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where new weights come from. path: a Hugging Face folder of safetensors that every replica can read."""
+    """Where new weights come from. path: a Hugging Face folder of safetensors that every replica can read.
 
-    path: str
-
-
-@dataclass(frozen=True, slots=True)
-class SwapRequest:
-    """New weights for the fleet, as somebody asks the controller for them.
-
-    label is for people. A request with the idempotency_key of a committed one gets that one's result and changes
-    nothing. requested_by says where the request came from.
+    hub, revision: a model of the hub; the controller fetches it once and puts the folder into path.
     """
 
-    source: WeightSource
+    path: str = ""
+    hub: str | None = None
+    revision: str | None = None
+
+    @property
+    def as_asked(self) -> "WeightSource":
+        """What was asked for, without what the controller found out."""
+        return replace(self, path="") if self.hub is not None else self
+
+    def __str__(self) -> str:
+        return self.hub + (f" at {self.revision}" if self.revision else "") if self.hub is not None else self.path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapOptions:
+    """How weights are to be brought to the fleet.
+
+    in_flight: what becomes of running requests. wait_s: how long to wait for a swap that is under way. A request with
+    the idempotency_key of a committed one gets that one's result and changes nothing. requested_by says where the
+    request came from.
+    """
+
     in_flight: str = "keep"
-    cast: bool = False
-    label: str = ""
+    wait_s: float = 0.0
     idempotency_key: str | None = None
     requested_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class RollbackRequest:
+class SwapRequest(SwapOptions):
+    """New weights for the fleet, as somebody asks the controller for them. label is for people."""
+
+    source: WeightSource
+    cast: bool = field(default=False, kw_only=True)
+    label: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackRequest(SwapOptions):
     """An earlier version's weights for the fleet, under a new number. version None is the one before the committed."""
 
     version: int | None = None
-    in_flight: str = "keep"
-    idempotency_key: str | None = None
-    requested_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +190,8 @@ class FleetStatus:
     committed: CommittedWeights
     replicas: list[ReplicaReport]
     swap_in_progress: str | None = None
+    phase: str | None = None
+    """What the swap under way is doing: fetch, stage, commit or abort."""
     history: list[CommittedVersion] = field(default_factory=list)
     """Newest first; the first one is the committed version."""
     problem: str | None = None

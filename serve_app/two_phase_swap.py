@@ -39,6 +39,8 @@ class TwoPhaseSwap:
         self._call_all = call_all
         self.was_rolled_back = False
         """Whether the latest swap was committed and taken back."""
+        self.phase = "stage"
+        """What the swap under way is doing: fetch, stage, commit or abort."""
 
     async def run(self, version: CommittedVersion, *, in_flight: str) -> SwapResult:
         """Commits these weights on every replica, or raises with the old ones serving everywhere."""
@@ -76,6 +78,7 @@ class TwoPhaseSwap:
 
     async def _stage(self, order: SwapOrder) -> set[str]:
         """Gives the replicas that have staged; where one has not, tells all to drop it and raises."""
+        self.phase = "stage"
         try:
             return await self._stage_everywhere(order)
         except WeightsError:
@@ -115,6 +118,7 @@ class TwoPhaseSwap:
 
     async def _commit(self, order: SwapOrder) -> list[SwapReply]:
         """Gives the replies of those that committed; goes back only if every replica says that it failed."""
+        self.phase = "commit"
         try:
             answers = await self._ask("commit", order, self._deadlines.commit_timeout_s)
         except WeightsError as error:
@@ -143,6 +147,7 @@ class TwoPhaseSwap:
         _raise_refusals(replies)
 
     async def _abort(self, swap_id: str) -> None:
+        self.phase = "abort"
         try:
             await self._ask("abort", swap_id, self._deadlines.commit_timeout_s)
         except WeightsError as error:

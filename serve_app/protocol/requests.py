@@ -23,6 +23,10 @@ MAX_LABEL_LENGTH = 1024
 """Characters of user, session_id and cache_salt, kept while a request lives, and of what the history keeps."""
 
 
+MAX_WAIT_S = 3600.0
+"""For a swap that is under way; longer than any client keeps its connection."""
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -42,6 +46,7 @@ def _one_prompt(value: Any) -> Any:
 SIGNED_64 = Field(ge=-(2**63), lt=2**63)
 InFlight = Literal["keep", "recompute", "abort"]
 Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_LENGTH)]
+WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_S)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)]
 Prompt = Annotated[str | list[int], BeforeValidator(_one_prompt)]
@@ -217,9 +222,19 @@ class CompletionRequest(GenerationRequest):
 
 
 class SourceBody(RequestModel):
-    """path: a Hugging Face folder of safetensors that every replica can read."""
+    """path: a Hugging Face folder of safetensors that every replica can read; or hub, a model there, at a revision."""
 
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    path: Annotated[str, Field(max_length=4096)] = ""
+    hub: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if bool(self.path) == (self.hub is not None):
+            raise InvalidRequest("source must hold either path or hub", "source")
+        if self.revision is not None and self.hub is None:
+            raise InvalidRequest(f"source.revision is {self.revision!r}; only a hub has revisions", "source.revision")
+        return self
 
 
 class SwapBody(RequestModel):
@@ -228,11 +243,13 @@ class SwapBody(RequestModel):
     in_flight: what becomes of running requests: keep their cache, recompute it, or abort them.
     cast: convert tensors of another dtype instead of refusing them.
     label: for people; shown in the history.
+    wait_s: seconds to wait for a swap that is under way; 0 refuses at once.
     idempotency_key: the same body sent again with it gives the first one's result.
     """
 
     source: SourceBody
     in_flight: InFlight = "keep"
+    wait_s: WaitSeconds = 0.0
     cast: bool = False
     label: Label | None = None
     idempotency_key: Label | None = None
@@ -243,4 +260,5 @@ class RollbackBody(RequestModel):
 
     version: Annotated[int, Field(ge=1)] | None = None
     in_flight: InFlight = "keep"
+    wait_s: WaitSeconds = 0.0
     idempotency_key: Label | None = None

@@ -46,7 +46,8 @@ def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
         key.check(request)
         body = parse_body(SwapBody, await read_body(request, limit_bytes=MAX_BODY_BYTES))
         wanted = SwapRequest(
-            WeightSource(body.source.path),
+            WeightSource(**body.source.model_dump()),
+            wait_s=body.wait_s,
             in_flight=body.in_flight,
             cast=body.cast,
             label=body.label or "",
@@ -61,6 +62,7 @@ def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
         body = parse_body(RollbackBody, await read_body(request, limit_bytes=MAX_BODY_BYTES))
         wanted = RollbackRequest(
             body.version,
+            wait_s=body.wait_s,
             in_flight=body.in_flight,
             idempotency_key=body.idempotency_key,
             requested_by=_requester(request),

@@ -94,14 +94,23 @@ class Router:
         idempotency_key: str | None = None,
     ) -> SwapResult:
         """Replaces the weights of the whole fleet by those in a folder; raises WeightsError when the old ones stay."""
-        request = SwapRequest(WeightSource(path), in_flight, cast, label, idempotency_key, REQUESTED_BY)
+        request = SwapRequest(
+            WeightSource(path),
+            in_flight=in_flight,
+            cast=cast,
+            label=label,
+            idempotency_key=idempotency_key,
+            requested_by=REQUESTED_BY,
+        )
         return await self._fleet.swap(request)
 
     async def rollback(
         self, version: int | None = None, in_flight: str = "keep", idempotency_key: str | None = None
     ) -> SwapResult:
         """Brings an earlier version's weights back under a new number; raises VersionUnavailable where it cannot."""
-        return await self._fleet.rollback(RollbackRequest(version, in_flight, idempotency_key, REQUESTED_BY))
+        return await self._fleet.rollback(
+            RollbackRequest(version, in_flight=in_flight, idempotency_key=idempotency_key, requested_by=REQUESTED_BY)
+        )
 
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""

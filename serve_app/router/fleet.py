@@ -69,10 +69,19 @@ class Fleet:
             version = await self.probe()
             committed = await self._committed_or_last()
         except PitstopError as error:
-            return str(error)
+            return await self._with_problem(str(error))
         if version != committed.version:
             return f"an engine replica serves weight version {version}, committed is {committed.version}"
         return None
+
+    async def _with_problem(self, reason: str) -> str:
+        """Adds why replicas do not start, where the controller knows it."""
+        try:
+            response = self._controller.status.remote()
+            status: FleetStatus = await call(response, timeout_s=READY_TIMEOUT_S, whom="the weight controller")
+        except PitstopError:
+            return reason
+        return f"{reason}; {status.problem}" if status.problem is not None else reason
 
     async def committed(self, *, timeout_s: float = ANSWER_TIMEOUT_S) -> CommittedWeights:
         """Gives what every replica has to serve."""
@@ -98,12 +107,12 @@ class Fleet:
     async def swap(self, request: SwapRequest) -> SwapResult:
         """Replaces the weights of the whole fleet; raises WeightsError and its kinds when the old ones stay."""
         response = self._controller.swap.remote(request)
-        return await call(response, timeout_s=self._swap_timeout_s, whom="the weight controller")
+        return await call(response, timeout_s=self._swap_timeout_s + request.wait_s, whom="the weight controller")
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
         """Brings an earlier version's weights back; raises as `swap`, and VersionUnavailable."""
         response = self._controller.rollback.remote(request)
-        return await call(response, timeout_s=self._swap_timeout_s, whom="the weight controller")
+        return await call(response, timeout_s=self._swap_timeout_s + request.wait_s, whom="the weight controller")
 
     async def metrics(self) -> list[str]:
         """Gives the expositions of all replicas and the controller that answer in time."""

@@ -215,6 +215,88 @@ async def test_the_second_of_two_swaps_is_told_the_first_ones_id(fleet: Fleet, f
     assert 'pitstop_swaps_total{outcome="conflict"} 1.0' in await fleet.weights.metrics()
 
 
+async def test_a_swap_that_may_wait_comes_after_the_one_under_way(fleet: Fleet, folders: dict[str, str]) -> None:
+    phases: list[str | None] = []
+    call_all = fleet.call_all
+
+    async def look(method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        phases.append((await fleet.weights.status()).phase)
+        return await call_all(method, argument, timeout_s=timeout_s)
+
+    fleet.call_all = look
+    first, second = await asyncio.gather(
+        fleet.swap(folders["second"]), fleet.swap(folders["third"], wait_s=20.0, idempotency_key="k")
+    )
+    assert second.version == first.version + 1
+    assert phases == ["stage", "commit"] * 2
+    assert (await fleet.weights.status()).phase is None
+
+
+async def test_a_repeated_request_that_waits_gets_the_result_of_the_first(
+    fleet: Fleet, folders: dict[str, str]
+) -> None:
+    swaps = [fleet.swap(folders["second"], wait_s=20.0, idempotency_key="k") for _ in range(2)]
+    first, second = await asyncio.gather(*swaps)
+    assert first == second
+    assert fleet.versions() == [first.version] * 2
+
+
+async def test_a_swap_waits_no_longer_than_asked(fleet: Fleet, folders: dict[str, str]) -> None:
+    call_all, is_refused = fleet.call_all, asyncio.Event()
+
+    async def hold(method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        await is_refused.wait()
+        return await call_all(method, argument, timeout_s=timeout_s)
+
+    fleet.call_all = hold
+    first = asyncio.get_running_loop().create_task(fleet.swap(folders["second"]))
+    await asyncio.sleep(0)
+    running = (await fleet.weights.status()).swap_in_progress
+    with pytest.raises(SwapConflict, match=f"swap {running} is still under way after 0.05 s"):
+        await fleet.swap(folders["third"], wait_s=0.05)
+    is_refused.set()
+    assert (await first).swap_id == running
+
+
+# The hub
+
+
+def cached_in_hub(cache: Path, folder: str, *, commit: str = "c0ffee") -> None:
+    """Lays a folder into a hub cache, as a download leaves it."""
+    root = cache / "models--org--name"
+    shutil.copytree(folder, root / "snapshots" / commit)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit)
+
+
+async def test_a_model_of_the_hub_is_fetched_to_a_folder_once(
+    fleet: Fleet, folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached_in_hub(tmp_path, folders["second"])
+    offline_hub(monkeypatch, tmp_path)
+    wanted = SwapRequest(WeightSource(hub="org/name"), idempotency_key="k")
+    result = await fleet.weights.swap(wanted)
+    folder = str(tmp_path / "models--org--name" / "snapshots" / "c0ffee")
+    assert {follower.source for follower in fleet.followers.values()} == {WeightSource(folder, hub="org/name")}
+    assert await fleet.weights.swap(wanted) == result
+
+
+async def test_a_model_that_the_hub_does_not_give_is_refused_in_a_sentence(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offline_hub(monkeypatch, tmp_path)
+    before = fleet.versions()
+    with pytest.raises(WeightsSourceError, match=r"org/name at v2 cannot be fetched from the hub: .+"):
+        await fleet.weights.swap(SwapRequest(WeightSource(hub="org/name", revision="v2")))
+    assert fleet.versions() == before
+
+
+def offline_hub(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
+    """Has the hub's client look into this cache only."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
 async def test_a_refused_swap_takes_no_number(fleet: Fleet, folders: dict[str, str]) -> None:
     before = fleet.versions()[0]
     with pytest.raises(WeightsInvalid):
@@ -614,7 +696,7 @@ async def test_while_a_swap_runs_its_key_is_told_its_id(fleet: Fleet, folders: d
 
     fleet.call_all = ask_again_meanwhile
     result = await fleet.swap(folders["second"], idempotency_key="k")
-    assert conflicts == [f"swap {result.swap_id} is under way; try again when it has ended"] * 2
+    assert conflicts == [f"swap {result.swap_id} is under way; try again when it has ended, or set wait_s"] * 2
 
 
 async def test_a_refused_swap_does_not_use_its_key_up(fleet: Fleet, folders: dict[str, str]) -> None:

@@ -175,3 +175,18 @@ def test_a_swap_names_its_source() -> None:
     assert (swap.source.path, swap.in_flight, swap.cast) == ("/weights", "keep", False)
     with pytest.raises(InvalidRequest, match="source is missing"):
         parse_body(SwapBody, b"{}")
+    swap = parse_body(SwapBody, b'{"source": {"hub": "org/name", "revision": "v2"}, "wait_s": 30.0}')
+    assert (swap.source.hub, swap.source.revision, swap.wait_s) == ("org/name", "v2", 30.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({}, "source must hold either path or hub"),
+        ({"path": "/weights", "hub": "org/name"}, "source must hold either path or hub"),
+        ({"path": "/weights", "revision": "v2"}, "source.revision is 'v2'; only a hub has revisions"),
+    ],
+)
+def test_a_source_that_is_none_or_two_is_refused(source: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        parse_body(SwapBody, json.dumps({"source": source}).encode())

@@ -1,0 +1,41 @@
+"""One swap at a time: who comes second waits, or is told whose turn it is."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from engine import SwapConflict
+
+
+class SwapTurn:
+    """The turn to change the fleet's weights. One event loop only.
+
+    Invariant: swap_id is the id of the swap under way, None where none is.
+    """
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self.swap_id: str | None = None
+
+    @asynccontextmanager
+    async def taken(self, *, wait_s: float) -> AsyncIterator[str]:
+        """Gives a new swap's id once no other is under way; raises SwapConflict after wait_s, naming the other."""
+        await self._acquire(wait_s)
+        self.swap_id = uuid.uuid4().hex
+        try:
+            yield self.swap_id
+        finally:
+            self.swap_id = None
+            self._lock.release()
+
+    async def _acquire(self, wait_s: float) -> None:
+        if wait_s <= 0 and self._lock.locked():
+            raise SwapConflict(f"swap {self.swap_id} is under way; try again when it has ended, or set wait_s")
+        try:
+            async with asyncio.timeout(wait_s or None):
+                await self._lock.acquire()
+        except TimeoutError:
+            raise SwapConflict(
+                f"swap {self.swap_id} is still under way after {wait_s:g} s; try again when it has ended"
+            ) from None
