@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
-from engine.sampling_fields import PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
+from engine.sampling_fields import OURS, PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
 
 DEFAULT_TOP_K = 50
 """What `generate` uses when sampling is on and top_k is not set."""
@@ -63,7 +63,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 """Fields that change no token here, whatever their value."""
-_PASSED_ON = (*PROCESSOR_OFF_VALUES.keys() - {"presence_penalty", "frequency_penalty"}, *WARPER_OFF_VALUES, "max_time")
+_PASSED_ON = (*PROCESSOR_OFF_VALUES.keys() - OURS, *WARPER_OFF_VALUES, "max_time")
 """Fields that `SamplingParams` has under the same name and with the same meaning."""
 
 logger = logging.getLogger(__name__)

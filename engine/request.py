@@ -48,6 +48,7 @@ class SamplingParams:
     seed: token i of the output depends on (seed, position) and the scores alone; None draws one at random.
     max_new_tokens: at most so many tokens; None means up to the length limit of the model.
     eos_token_ids: ids that end the request (and are part of its output); None means the model's, () means none.
+    stop_token_ids: further ids that end it, whatever eos_token_ids says; what acts on end tokens acts on these too.
     logprobs: also give the log-probability of each token, of the scores it was sampled from.
     num_return_sequences: how many outputs of the prompt to sample, each with a seed of its own.
 
@@ -58,7 +59,8 @@ class SamplingParams:
     no_repeat_ngram_size and encoder_no_repeat_ngram_size (0 is off).
     Lengths: min_length of prompt and output, min_new_tokens of the output, exponential_decay_length_penalty (start,
     factor), max_time in seconds from the submission on, which ends the request with the token that exceeds it.
-    Tokens: bad_words_ids, sequence_bias, suppress_tokens, begin_suppress_tokens, forced_eos_token_id (() is none),
+    Tokens: allowed_token_ids (no other is ever drawn; () allows all), bad_words_ids, sequence_bias, suppress_tokens,
+    begin_suppress_tokens, forced_eos_token_id (() is none),
     forced_bos_token_id (-1 is none), stop_strings (() is none; needs a tokenizer beside the request).
     Scores: renormalize_logits, remove_invalid_values, watermarking_config (fields of transformers'
     `WatermarkingConfig` or `SynthIDTextWatermarkingConfig`; {} is off).
@@ -97,6 +99,8 @@ class SamplingParams:
     renormalize_logits: bool | None = None
     remove_invalid_values: bool | None = None
     watermarking_config: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():

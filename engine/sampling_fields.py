@@ -30,8 +30,11 @@ PROCESSOR_OFF_VALUES: dict[str, object] = {
     "renormalize_logits": False,
     "remove_invalid_values": False,
     "watermarking_config": (),
+    "allowed_token_ids": (),
 }
 """Fields of `SamplingParams` that act on the scores, with the value that does nothing, as None does."""
+OURS = frozenset({"presence_penalty", "frequency_penalty", "allowed_token_ids"})
+"""Those of them that transformers does not have."""
 WARPER_OFF_VALUES: dict[str, object] = {"min_p": 0, "top_h": 0, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0}
 """The same for those that act only where the temperature is above 0."""
 
@@ -67,6 +70,7 @@ CHECKS: dict[str, ranges.Check] = {
     "seed": ranges.integer(minimum=-MAX_SEED, maximum=MAX_SEED - 1),
     "max_new_tokens": ranges.integer(minimum=1),
     "eos_token_ids": ranges.token_ids(minimum=-1),
+    "stop_token_ids": ranges.token_ids(),
     "logprobs": ranges.flag,
     "num_return_sequences": ranges.integer(minimum=1, maximum=MAX_SEQUENCES),
     "min_p": _SHARE,
@@ -94,5 +98,6 @@ CHECKS: dict[str, ranges.Check] = {
     "renormalize_logits": ranges.flag,
     "remove_invalid_values": ranges.flag,
     "watermarking_config": ranges.settings(_WATERMARKS),
+    "allowed_token_ids": ranges.token_ids(),
 }
 """By field, how a value that is set is checked and brought into its one form."""

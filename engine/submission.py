@@ -154,6 +154,8 @@ class RequestFactory:
             stop_strings=(self._defaults.model_stop_strings or None) if has_tokenizer else None,
         )
         filled = given.filled_from(here).filled_from(self._defaults.sampling)
+        if filled.stop_token_ids:
+            filled = replace(filled, eos_token_ids=(*(filled.eos_token_ids or ()), *filled.stop_token_ids))
         if filled.needs_processors:
             check_together(filled)
         return filled
@@ -161,7 +163,13 @@ class RequestFactory:
 
 def check_vocabulary(sampling: SamplingParams, vocab_size: int) -> None:
     """Raises InvalidRequest for a parameter that names a token the model does not have."""
-    for name in ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id"):
+    for name in (
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "forced_eos_token_id",
+        "stop_token_ids",
+        "allowed_token_ids",
+    ):
         _check_ids(name, getattr(sampling, name) or (), vocab_size)
     _check_ids("forced_bos_token_id", (sampling.forced_bos_token_id or 0,), vocab_size)
     for ids in sampling.bad_words_ids or ():

@@ -150,11 +150,17 @@ class LimitSettings(Section):
     max_queued_requests: requests that may wait in one replica's engine; then callers get 429. Never unlimited here.
     request_timeout_s: seconds a request may take in all, streaming included.
     max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
+    max_json_depth: levels of a body; a JSON schema inside of one has a dozen.
+    max_stop_strings: entries of `stop`; OpenAI takes 4, and each is compared at every token.
+    max_listed: entries of logit_bias, of bad_words and of stop_token_ids.
     """
 
     max_queued_requests: int = Field(default=512, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
+    max_json_depth: int = Field(default=64, ge=8)
+    max_stop_strings: int = Field(default=16, ge=1)
+    max_listed: int = Field(default=1024, ge=1)
 
 
 class AppSettings(Section):

@@ -60,9 +60,22 @@ class Tokenizer:
         # The template has written the special tokens itself.
         return self.encode(str(text), add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Gives the text of ids without special tokens, exactly: no cleaning up of spaces."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Gives the text of ids, exactly: no cleaning up of spaces."""
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def bad_words_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """Gives the token sequences of words: each as it begins a text, and after a space where that differs."""
+        found: list[list[int]] = []
+        for word in words:
+            for text in (word.lstrip() or word, f" {word.lstrip()}"):
+                ids = self.encode(text, add_special_tokens=False)
+                if ids and ids not in found:
+                    found.append(ids)
+        return found
 
     def token_text(self, token_id: int) -> str:
         """Gives one token as log-probabilities show it: special ones by name, parts of characters as U+FFFD."""
@@ -85,8 +98,9 @@ class Detokeniser:
     makes U+FFFD of whole characters spelt in bytes when an incomplete one follows them, and this gave them out before.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skips = skips_special_tokens
         # Decoding starts at tokens already given out, because how a token reads may depend on the one before it.
         self._window: list[int] = []
         self._num_read = 0
@@ -94,10 +108,10 @@ class Detokeniser:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Gives the text that the new tokens complete."""
-        new_ids = [token_id for token_id in token_ids if not self._tokenizer.is_skipped(token_id)]
+        new_ids = [token_id for token_id in token_ids if not (self._skips and self._tokenizer.is_skipped(token_id))]
         if not new_ids:
             return ""
-        text = self._tokenizer.decode(self._window + new_ids)
+        text = self._decode(self._window + new_ids)
         if text.endswith(REPLACEMENT) and len(new_ids) > 1:
             return "".join(self._push_one(token_id) for token_id in new_ids)
         self._window += new_ids
@@ -105,11 +119,14 @@ class Detokeniser:
 
     def flush(self) -> str:
         """Gives what is still held back, at the end of the output: an incomplete character as U+FFFD."""
-        return self._tokenizer.decode(self._window)[self._num_emitted :]
+        return self._decode(self._window)[self._num_emitted :]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips)
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
-        return self._emit(self._tokenizer.decode(self._window))
+        return self._emit(self._decode(self._window))
 
     def _emit(self, text: str) -> str:
         if text.endswith(REPLACEMENT):
@@ -118,7 +135,7 @@ class Detokeniser:
         if new:
             self._window = self._window[self._num_read :]
             self._num_read = len(self._window)
-            self._num_emitted = len(self._tokenizer.decode(self._window))
+            self._num_emitted = len(self._decode(self._window))
         return new
 
     def _emit_settled(self, text: str) -> str:
@@ -126,20 +143,26 @@ class Detokeniser:
         new = text[self._num_emitted : -1]
         self._window = self._window[-CONTEXT_TOKENS:]
         self._num_read = 1
-        self._num_emitted = len(self._tokenizer.decode(self._window)) - 1
+        self._num_emitted = len(self._decode(self._window)) - 1
         return new
 
 
 class StopMatcher:
     """Ends a text before the first stop string to be completed; of two that end together, before the longer one.
 
-    Text that may turn out to be the head of a stop string is held back. `is_stopped` stays true once one was found.
+    Text that may turn out to be the head of a stop string is held back. `found` is the string that ended the text.
+    includes_stop: end it behind the string instead.
     """
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    def __init__(self, stop_strings: Sequence[str], *, includes_stop: bool = False) -> None:
         self._stop_strings = stop_strings
+        self._includes_stop = includes_stop
         self._held = ""
-        self.is_stopped = False
+        self.found: str | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Gives the text that no stop string can reach any more; nothing after a stop."""
@@ -148,8 +171,9 @@ class StopMatcher:
         text = self._held + text
         found = [(at + len(stop), at) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
         if found:
-            self.is_stopped, self._held = True, ""
-            return text[: min(found)[1]]
+            end, start = min(found)
+            self.found, self._held = text[start:end], ""
+            return text[: end if self._includes_stop else start]
         num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
         settled = len(text) - num_held
         self._held = text[settled:]

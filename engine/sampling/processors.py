@@ -28,15 +28,15 @@ from engine.active_request import ActiveRequest
 from engine.errors import InvalidRequest
 from engine.request import SamplingParams
 from engine.sampling.history import TokenHistory
-from engine.sampling.penalties import OutputPenalty
+from engine.sampling.own_processors import AllowedTokens, OutputPenalty
 from engine.sampling.sampler import SamplingRow
-from engine.sampling_fields import PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
+from engine.sampling_fields import OURS, PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
 
 _SAMPLERS_OWN = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 """What `sample` does itself, over many rows at once and faster."""
 _MAX_SCORE = torch.finfo(torch.float32).max
 _OFF_VALUES = PROCESSOR_OFF_VALUES | WARPER_OFF_VALUES
-_GENERATE_FIELDS = (*PROCESSOR_OFF_VALUES.keys() - {"presence_penalty", "frequency_penalty", "watermarking_config"},)
+_GENERATE_FIELDS = (*PROCESSOR_OFF_VALUES.keys() - OURS - {"watermarking_config"},)
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class ProcessorBuilder:
             config,
             input_ids_seq_length=len(prompt_ids),
             encoder_input_ids=torch.tensor([prompt_ids], device=device) if needs_prompt else None,
-            logits_processor=LogitsProcessorList(_output_penalties(prompt_ids, sampling)),
+            logits_processor=LogitsProcessorList(_own_processors(prompt_ids, sampling)),
             device=device,
         )
         return list(built)
@@ -166,11 +166,14 @@ def _generation_config(prompt_ids: list[int], sampling: SamplingParams) -> Gener
     return GenerationConfig(max_length=len(prompt_ids) + (sampling.max_new_tokens or 0), **values)
 
 
-def _output_penalties(prompt_ids: list[int], sampling: SamplingParams) -> list[LogitsProcessor]:
+def _own_processors(prompt_ids: list[int], sampling: SamplingParams) -> list[LogitsProcessor]:
+    own: list[LogitsProcessor] = []
     presence, frequency = sampling.presence_penalty or 0.0, sampling.frequency_penalty or 0.0
-    if not presence and not frequency:
-        return []
-    return [OutputPenalty(presence=presence, frequency=frequency, prompt_length=len(prompt_ids))]
+    if presence or frequency:
+        own.append(OutputPenalty(presence=presence, frequency=frequency, prompt_length=len(prompt_ids)))
+    if sampling.allowed_token_ids:
+        own.append(AllowedTokens(sampling.allowed_token_ids))
+    return own
 
 
 def _is_on(sampling: SamplingParams, name: str) -> bool:
@@ -180,7 +183,7 @@ def _is_on(sampling: SamplingParams, name: str) -> bool:
 
 def _is_foreign(processor: LogitsProcessor) -> bool:
     package = type(processor).__module__.partition(".")[0]
-    return package != "transformers" and not isinstance(processor, OutputPenalty)
+    return package != "transformers" and not isinstance(processor, OutputPenalty | AllowedTokens)
 
 
 def _left(own: Mapping[type, bool], kind: type, value: float | None, neutral: float) -> float:

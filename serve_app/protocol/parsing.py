@@ -11,6 +11,8 @@ from engine import InvalidRequest
 
 Model = TypeVar("Model", bound=BaseModel)
 
+DEFAULT_MAX_DEPTH = 64
+"""Levels of a body where no limit is configured."""
 MAX_NAME_LENGTH = 60
 """Characters up to which an unknown name is repeated as it is."""
 
@@ -19,13 +21,13 @@ _short.maxstring = _short.maxother = 60
 """Characters of a refused value that a message repeats: enough to recognise it, and never a whole prompt."""
 
 
-def parse_body(model: type[Model], body: bytes) -> Model:
+def parse_body(model: type[Model], body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH) -> Model:
     """Gives the request in `body`; raises InvalidRequest for bad JSON and for the first field that does not fit."""
-    return validate(model, read_object(body))
+    return validate(model, read_object(body, max_depth=max_depth))
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """Gives the JSON object in `body`. Nesting is bounded by Python's recursion limit, numbers by its digit limit."""
+def read_object(body: bytes, *, max_depth: int = DEFAULT_MAX_DEPTH) -> dict[str, Any]:
+    """Gives the JSON object in `body`, nested `max_depth` levels at most. Numbers are bounded by Python's limit."""
     try:
         value = json.loads(body, parse_constant=_refuse_constant)
     except RecursionError:
@@ -35,6 +37,7 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise InvalidRequest(f"the body is {_short.repr(value)}; it must be a JSON object")
+    _check_depth(value, max_depth)
     return value
 
 
@@ -49,6 +52,16 @@ def validate(model: type[Model], values: dict[str, Any]) -> Model:
 def shorten(value: object) -> str:
     """Gives a value as error messages repeat it."""
     return _short.repr(value)
+
+
+def _check_depth(value: dict[str, Any], max_depth: int) -> None:
+    level: list[Any] = [value]
+    for _ in range(max_depth):
+        inside = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for items in inside for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise InvalidRequest(f"the body is nested too deeply; at most {max_depth} levels are taken")
 
 
 def _first_problem(problems: list[ErrorDetails]) -> InvalidRequest:

@@ -4,31 +4,21 @@ Every field is honoured; what cannot be is refused by name (see `neutral`). Numb
 a temperature.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from engine import InvalidRequest, SamplingParams, WorkloadHints
+from engine import InvalidRequest, WorkloadHints
 from serve_app.protocol import neutral
 from serve_app.protocol.parsing import shorten
+from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.strict import Label, RequestModel
 
-MAX_STOP_STRINGS = 4
-"""OpenAI's limit."""
-MAX_STOP_LENGTH = 256
-"""Characters. The end of the text is compared with every stop string at each token."""
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
-MAX_LABEL_LENGTH = 1024
-"""Characters of user, session_id and cache_salt, kept while a request lives, and of what the history keeps."""
-
-
 MAX_WAIT_S = 3600.0
 """For a swap that is under way; longer than any client keeps its connection."""
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _one_prompt(value: Any) -> Any:
@@ -43,19 +33,9 @@ def _one_prompt(value: Any) -> Any:
     return value
 
 
-SIGNED_64 = Field(ge=-(2**63), lt=2**63)
 InFlight = Literal["keep", "recompute", "abort"]
-Label = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_LENGTH)]
 WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_S)]
-StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-StopStrings = Annotated[list[StopString], BeforeValidator(_as_list), Field(max_length=MAX_STOP_STRINGS)]
 Prompt = Annotated[str | list[int], BeforeValidator(_one_prompt)]
-
-
-class RequestModel(BaseModel):
-    """A body or a part of one: unknown names and other JSON types are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TextPart(RequestModel):
@@ -103,22 +83,15 @@ class StreamOptions(RequestModel):
         return neutral.drop_neutral(values, {"include_obfuscation": (False,), "continuous_usage_stats": (False,)})
 
 
-class GenerationRequest(RequestModel, ABC):
+class GenerationRequest(SamplingFields, ABC):
     """What chat and completions have in common. null means the default, as clients expect.
 
-    Extensions: top_k (0 or -1 keeps all), ignore_eos, return_token_ids, cache_salt, session_id. user is the tenant.
+    Extensions: those of `SamplingFields`, return_token_ids, cache_salt, session_id. user is the tenant.
     """
 
     model: str
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    seed: Annotated[int, SIGNED_64] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: StopStrings | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Label | None = None
     session_id: Label | None = None
@@ -131,30 +104,8 @@ class GenerationRequest(RequestModel, ABC):
         return self
 
     @property
-    @abstractmethod
-    def wants_logprobs(self) -> bool:
-        """True where the log-probability of each token is asked for."""
-
-    @property
-    @abstractmethod
-    def max_new_tokens(self) -> int | None:
-        """None goes on up to the model's length."""
-
-    @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def sampling(self) -> SamplingParams:
-        """Gives how tokens are to be chosen: OpenAI's defaults, not those of the model's own generation config."""
-        return SamplingParams(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=max(0, self.top_k or 0),
-            seed=self.seed,
-            max_new_tokens=self.max_new_tokens,
-            eos_token_ids=() if self.ignore_eos else None,
-            logprobs=self.wants_logprobs,
-        )
 
     def hints(self) -> WorkloadHints:
         """Gives what the body says about the work; the router adds the lengths."""

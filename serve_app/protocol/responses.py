@@ -1,14 +1,15 @@
 """What `/v1` answers: OpenAI's objects, with ours marked as extensions.
 
 Extensions: `weight_versions` (spans over the choice's tokens; in a stream on the last chunk of the choice), `token_ids`
-and `prompt_token_ids` (where `return_token_ids` is asked for; a stream gives the prompt's in its first chunk).
+and `prompt_token_ids` (where `return_token_ids` is asked for; a stream gives the prompt's in its first chunk),
+`stop_reason` (the stop string or the id of the stop token that ended the choice).
 """
 
 from typing import Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-EXTENSIONS = frozenset({"weight_versions", "token_ids", "prompt_token_ids"})
+EXTENSIONS = frozenset({"weight_versions", "token_ids", "prompt_token_ids", "stop_reason"})
 
 
 class ResponseModel(BaseModel):
@@ -83,6 +84,7 @@ class ChatChoice(ResponseModel):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
+    stop_reason: int | str | None = None
     weight_versions: list[VersionSpan] | None = None
     token_ids: list[int] | None = None
 
@@ -118,6 +120,7 @@ class ChatChunkChoice(ResponseModel):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     weight_versions: list[VersionSpan] | None = None
     token_ids: list[int] | None = None
 
@@ -141,6 +144,7 @@ class CompletionChoice(ResponseModel):
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
     weight_versions: list[VersionSpan] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None

@@ -8,6 +8,21 @@ from serve_app.messages import TokenEvent
 from serve_app.text import Detokeniser, StopMatcher, Tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """Where the text of an answer ends and what it shows.
+
+    stop_token_ids: those that were asked for beside the model's own end tokens. min_tokens: no stop string counts
+    that is complete by then. includes_stop: the text ends with what stopped it.
+    """
+
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    includes_stop: bool = False
+    skips_special_tokens: bool = True
+
+
 @dataclass(slots=True)
 class Piece:
     """What one event adds. text may lag behind the tokens; offsets (characters, one a token) only with logprobs."""
@@ -17,6 +32,7 @@ class Piece:
     logprobs: list[float] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -30,10 +46,11 @@ class Answer:
     so an answer does not depend on how tokens were put together in events.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, stop_strings: Sequence[str] = ()) -> None:
-        self._detokeniser = Detokeniser(tokenizer)
-        self._stop = StopMatcher(stop_strings)
-        self._has_stops = bool(stop_strings)
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules = TextRules()) -> None:
+        self._rules = rules
+        self._detokeniser = Detokeniser(tokenizer, skips_special_tokens=rules.skips_special_tokens)
+        self._stop = StopMatcher(rules.stop_strings, includes_stop=rules.includes_stop)
+        self._has_stops = bool(rules.stop_strings)
         self._num_characters = 0
         self._spans: list[WeightSpan] = []
         self.num_tokens = 0
@@ -69,16 +86,27 @@ class Answer:
         if event.logprobs:
             piece.offsets.append(self._num_characters)
             piece.logprobs += event.logprobs[start:end]
-        text = self._detokeniser.push(token_ids)
+        text = self._detokeniser.push(token_ids[: self._num_shown(token_ids, event, end)])
         self._num_characters += len(text)
         self.num_tokens += len(token_ids)
         piece.token_ids += token_ids
-        piece.text += self._stop.push(text)
+        piece.text += text if self.num_tokens <= self._rules.min_tokens else self._stop.push(text)
+
+    def _num_shown(self, token_ids: Sequence[int], event: TokenEvent, end: int) -> int:
+        """All tokens but a stop token, which the text does not show unless it is asked to."""
+        is_last = end >= len(event.token_ids) and self._stop_token(event) is not None
+        return len(token_ids) - (is_last and not self._rules.includes_stop)
+
+    def _stop_token(self, event: TokenEvent) -> int | None:
+        if event.finish_reason != FinishReason.STOP or not event.token_ids:
+            return None
+        token_id = event.token_ids[-1]
+        return token_id if token_id in self._rules.stop_token_ids else None
 
     def _finish(self, piece: Piece, event: TokenEvent) -> None:
         if event.finish_reason is not None and not self._stop.is_stopped:
             piece.text += self._stop.push(self._detokeniser.flush())
             piece.text += self._stop.flush()
-            piece.finish_reason = event.finish_reason
+            piece.finish_reason, piece.stop_reason = event.finish_reason, self._stop_token(event)
         if self._stop.is_stopped:
-            piece.finish_reason = FinishReason.STOP.value
+            piece.finish_reason, piece.stop_reason = FinishReason.STOP.value, self._stop.found

@@ -13,6 +13,7 @@ from serve_app.messages import FleetStatus, RollbackRequest, SwapRequest, SwapRe
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.model_store import resolve_model
 from serve_app.router.admin_routes import AdminKey, admin_routes
+from serve_app.router.answer import TextRules
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation
 from serve_app.router.http import build_http
@@ -74,7 +75,7 @@ class Router:
             prompt_ids=await self._service.prompt_ids(prompt),
             sampling=sampling or SamplingParams(),
             hints=hints or WorkloadHints(),
-            stop_strings=(stop,) if isinstance(stop, str) else tuple(stop),
+            rules=TextRules((stop,) if isinstance(stop, str) else tuple(stop)),
             cache_salt=cache_salt,
         )
         generation = await self._service.open(ask)

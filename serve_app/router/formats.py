@@ -68,6 +68,7 @@ class ChatFormat:
             message=AssistantMessage(content=piece.text),
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason or "",
+            stop_reason=piece.stop_reason,
             weight_versions=_spans(answer.weight_versions),
             token_ids=piece.token_ids if e.returns_ids else None,
         )
@@ -86,6 +87,7 @@ class ChatFormat:
             delta=Delta(role="assistant" if is_first else None, content=piece.text),
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
             weight_versions=_spans(answer.weight_versions) if piece.finish_reason else None,
             token_ids=piece.token_ids if e.returns_ids else None,
         )
@@ -124,6 +126,7 @@ class CompletionFormat:
             text=piece.text,
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
             weight_versions=_spans(answer.weight_versions) if piece.finish_reason else None,
             token_ids=piece.token_ids if e.returns_ids else None,
             prompt_token_ids=e.prompt_ids if e.returns_ids and is_first else None,

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
@@ -14,7 +15,8 @@ from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, UnknownModel, erro
 from serve_app.protocol.parsing import parse_body, shorten
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
 from serve_app.protocol.responses import ModelCard, ModelList
-from serve_app.router.answer import Piece
+from serve_app.router.answer import Piece, TextRules
+from serve_app.router.bounds import check_bounds
 from serve_app.router.edge import EventStream, read_body, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
 from serve_app.router.generation import Generation
@@ -25,6 +27,15 @@ logger = logging.getLogger("ray.serve.pitstop")
 
 WEIGHTS_HEADER = "x-weights-version"
 DONE = b"data: [DONE]\n\n"
+ENGINE_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sequence_bias": "logit_bias",
+    "bad_words_ids": "bad_words",
+}
+"""What the engine calls the parameters of clients."""
+
+Body = TypeVar("Body", bound=GenerationRequest)
 
 
 def openai_routes(service: GenerationService, settings: AppSettings) -> APIRouter:
@@ -34,19 +45,17 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = parse_body(ChatRequest, await read_body(request, limit_bytes=settings.limits.max_body_bytes))
-        _check_model(body.model, settings)
+        body = await _read(ChatRequest, request, settings)
         with _parameters_named(prompt="messages"):
-            ask = _ask(body, await service.chat_ids(body.messages))
+            ask = _ask(body, await service.chat_ids(body.messages), service)
             style = ChatFormat(_envelope("chatcmpl", body, ask), service.tokenizer)
             return await _answer(request, service, ask=ask, body=body, style=style)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = parse_body(CompletionRequest, await read_body(request, limit_bytes=settings.limits.max_body_bytes))
-        _check_model(body.model, settings)
+        body = await _read(CompletionRequest, request, settings)
         with _parameters_named(prompt="prompt"):
-            ask = _ask(body, await service.prompt_ids(body.prompt))
+            ask = _ask(body, await service.prompt_ids(body.prompt), service)
             style = CompletionFormat(_envelope("cmpl", body, ask), service.tokenizer)
             return await _answer(request, service, ask=ask, body=body, style=style)
 
@@ -93,7 +102,7 @@ async def _collect(generation: Generation) -> Piece:
         whole.token_ids += piece.token_ids
         whole.logprobs += piece.logprobs
         whole.offsets += piece.offsets
-        whole.finish_reason = piece.finish_reason
+        whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
     return whole
 
 
@@ -121,12 +130,28 @@ def _event(data: BaseModel) -> bytes:
     return b"data: " + data.model_dump_json().encode() + b"\n\n"
 
 
-def _ask(body: GenerationRequest, prompt_ids: list[int]) -> Ask:
+async def _read(model: type[Body], request: Request, settings: AppSettings) -> Body:
+    limits = settings.limits
+    raw = await read_body(request, limit_bytes=limits.max_body_bytes)
+    body = parse_body(model, raw, max_depth=limits.max_json_depth)
+    _check_model(body.model, settings)
+    check_bounds(body, limits)
+    return body
+
+
+def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationService) -> Ask:
+    rules = TextRules(
+        stop_strings=tuple(body.stop or ()),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        min_tokens=body.min_tokens or 0,
+        includes_stop=bool(body.include_stop_str_in_output),
+        skips_special_tokens=body.skip_special_tokens is not False,
+    )
     return Ask(
         prompt_ids=prompt_ids,
-        sampling=body.sampling(),
+        sampling=body.sampling(service.tokenizer.bad_words_ids(body.bad_words or ())),
         hints=body.hints(),
-        stop_strings=tuple(body.stop or ()),
+        rules=rules,
         cache_salt=body.cache_salt,
     )
 
@@ -145,7 +170,7 @@ def _envelope(prefix: str, body: GenerationRequest, ask: Ask) -> Envelope:
 @contextmanager
 def _parameters_named(*, prompt: str) -> Iterator[None]:
     """Calls parameters as the endpoint does: engine and service know other names for them."""
-    names = {"input_ids": prompt, "prompt": prompt, "max_new_tokens": "max_tokens"}
+    names = {"input_ids": prompt, "prompt": prompt} | ENGINE_NAMES
     try:
         yield
     except InvalidRequest as error:

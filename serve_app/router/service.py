@@ -12,7 +12,7 @@ from serve_app.messages import GenerateRequest
 from serve_app.protocol.parsing import shorten, validate
 from serve_app.protocol.requests import Conversation, Message
 from serve_app.router.admission import Admission
-from serve_app.router.answer import Answer
+from serve_app.router.answer import Answer, TextRules
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation
 from serve_app.settings import AppSettings
@@ -32,7 +32,7 @@ class Ask:
     prompt_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     hints: WorkloadHints = field(default_factory=WorkloadHints)
-    stop_strings: tuple[str, ...] = ()
+    rules: TextRules = field(default_factory=TextRules)
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
@@ -43,8 +43,8 @@ class Ask:
         if not isinstance(self.hints, WorkloadHints):
             raise InvalidRequest(f"hints is {shorten(self.hints)}; it must be WorkloadHints", "hints")
         # An empty stop string would end every answer before it begins.
-        if not all(isinstance(stop, str) and stop for stop in self.stop_strings):
-            raise InvalidRequest(f"stop is {shorten(self.stop_strings)}; it must hold non-empty strings", "stop")
+        if not all(isinstance(stop, str) and stop for stop in self.rules.stop_strings):
+            raise InvalidRequest(f"stop is {shorten(self.rules.stop_strings)}; it must hold non-empty strings", "stop")
 
 
 class GenerationService:
@@ -83,7 +83,7 @@ class GenerationService:
             ),
             cache_salt=ask.cache_salt,
         )
-        return Generation(self.fleet.generate(request), Answer(self.tokenizer, stop_strings=ask.stop_strings))
+        return Generation(self.fleet.generate(request), Answer(self.tokenizer, ask.rules))
 
     async def prime(self, generation: Generation) -> None:
         """Waits for a place and the first token; raises whatever refuses the request."""

@@ -265,6 +265,31 @@ def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
         assert run_all(manager, [prompt], 30, sampling=sampling) == [expected]
 
 
+def test_no_token_but_the_allowed_ones_is_drawn() -> None:
+    allowed = [3, 17, 40, 41]
+    for temperature in (0.0, 5.0):
+        sampling = SamplingParams(temperature=temperature, allowed_token_ids=allowed, eos_token_ids=())
+        with running(model()) as manager:
+            outputs = run_all(manager, PROMPTS, 30, sampling=sampling)
+        assert all({*tokens} <= {*allowed} for tokens in outputs)
+        assert temperature == 0 or any(len({*tokens}) > 1 for tokens in outputs)
+
+
+def test_a_stop_token_ends_a_request_beside_the_models_own_and_after_the_least_number() -> None:
+    tokens = plain(1)
+    index = next(i for i in range(3, NUM_NEW) if tokens[i] not in tokens[:i])
+    sampling = SamplingParams(stop_token_ids=[tokens[index]], temperature=0.0)
+    with running(model()) as manager:
+        request_id = manager.add_request(PROMPTS[1], max_new_tokens=NUM_NEW, sampling=sampling)
+        assert request_id is not None
+        output = result_of(manager, request_id)
+        later = SamplingParams(stop_token_ids=[tokens[index]], temperature=0.0, min_new_tokens=NUM_NEW)
+        longer = run_all(manager, [PROMPTS[1]], NUM_NEW, sampling=later)[0]
+    assert (list(output.generated_tokens), output.finish_reason) == (tokens[: index + 1], FinishReason.STOP)
+    assert len(longer) == NUM_NEW
+    assert tokens[index] not in longer
+
+
 def test_samples_of_one_prompt_have_processors_of_their_own() -> None:
     prompt = PROMPTS[1]
     sampling = SamplingParams(temperature=1.5, num_return_sequences=4, no_repeat_ngram_size=1, seed=3)
@@ -514,6 +539,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "renormalize_logits": [1, "yes"],
     "remove_invalid_values": [0],
     "logprobs": [3],
+    "allowed_token_ids": [5, [-1], "a"],
     "watermarking_config": [
         5,
         {"greenlist_ratio": 1.0},
@@ -544,6 +570,8 @@ def test_a_value_out_of_range_is_refused_by_name(name: str, value: Any) -> None:
         ({"sequence_bias": {(VOCAB_SIZE,): 1.0}}, "sequence_bias"),
         ({"suppress_tokens": [VOCAB_SIZE]}, "suppress_tokens"),
         ({"begin_suppress_tokens": [VOCAB_SIZE]}, "begin_suppress_tokens"),
+        ({"allowed_token_ids": [1, VOCAB_SIZE]}, "allowed_token_ids"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ({"forced_bos_token_id": VOCAB_SIZE}, "forced_bos_token_id"),
         ({"forced_eos_token_id": [VOCAB_SIZE]}, "forced_eos_token_id"),
         ({"exponential_decay_length_penalty": (1, 1.5)}, "exponential_decay_length_penalty"),

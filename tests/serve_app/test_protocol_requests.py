@@ -6,6 +6,8 @@ import pytest
 from engine import InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.protocol.parsing import parse_body, read_object
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, SwapBody
+from serve_app.router.bounds import check_bounds
+from serve_app.settings import LimitSettings
 
 USER = {"role": "user", "content": "hi"}
 
@@ -25,15 +27,23 @@ def refusal(parse: Any, **fields: Any) -> tuple[str | None, str]:
 
 
 def test_a_plain_chat_samples_with_the_defaults_of_openai() -> None:
-    assert chat().sampling() == SamplingParams(temperature=1.0, top_p=1.0, top_k=0, logprobs=False)
+    assert chat().sampling() == SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0,
+        repetition_penalty=1.0, min_new_tokens=0, logprobs=False,
+    )  # fmt: skip
 
 
 def test_every_supported_parameter_reaches_the_engine() -> None:
     request = chat(
         temperature=0, top_p=0.5, top_k=7, seed=3, max_completion_tokens=9, ignore_eos=True, logprobs=True, user="t",
-        session_id="s", stop="x",
+        session_id="s", stop="x", min_p=0.1, frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.5,
+        logit_bias={"5": -100, "6": 1.5}, bad_words=["w"], allowed_token_ids=[5, 6], min_tokens=2, stop_token_ids=[8],
     )  # fmt: skip
-    assert request.sampling() == SamplingParams(0.0, 7, 0.5, 3, 9, (), True)
+    assert request.sampling([[9]]) == SamplingParams(
+        temperature=0.0, top_k=7, top_p=0.5, seed=3, max_new_tokens=9, eos_token_ids=(), logprobs=True, min_p=0.1,
+        frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.5, sequence_bias={(5,): -100.0, (6,): 1.5},
+        bad_words_ids=[[9]], allowed_token_ids=[5, 6], min_new_tokens=2, stop_token_ids=[8],
+    )  # fmt: skip
     assert request.hints() == WorkloadHints(session_id="s", tenant="t")
     assert request.stop == ["x"]
 
@@ -65,13 +75,21 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     ({"seed": 2**63}, "seed", "less than"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
-    ({"stop": ["a"] * 5}, "stop", "at most 4"),
+    ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"logit_bias": {"five": 1}}, "logit_bias", "must be a token id"),
+    ({"logit_bias": {"-5": 1}}, "logit_bias", "must be a token id"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[5]", "less than or equal to 100"),
+    ({"logit_bias": [5]}, "logit_bias", "dictionary"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least 1"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
+    ({"bad_words": [""]}, "bad_words[0]", "at least 1 character"),
+    ({"best_of": 2}, "best_of", "only 1 is supported"),
     ({"stop": [""]}, "stop[0]", "at least 1 character"),
     ({"stop": "x" * 257}, "stop[0]", "at most 256"),
     ({"logprobs": 1}, "logprobs", "valid boolean"),
     ({"top_logprobs": 5}, "top_logprobs", "only 0 is supported"),
-    ({"presence_penalty": 0.5}, "presence_penalty", "only 0 is supported"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "only {} is supported"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
     ({"tools": [{"type": "function"}]}, "tools", "only [] is supported"),
     ({"response_format": {"type": "json_object"}}, "response_format", "json_object"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
@@ -121,7 +139,7 @@ def test_half_a_surrogate_pair_is_placed_and_never_repeated(fields: dict[str, An
 
 def test_a_refusal_repeats_little_of_a_huge_value() -> None:
     assert len(refusal(chat, **{"x" * 100_000: 1})[1]) < 200
-    assert len(refusal(chat, logit_bias={str(i): 1 for i in range(10_000)})[1]) < 200
+    assert len(refusal(chat, logit_bias={"x" * 10_000: 1})[1]) < 200
     assert len(refusal(chat, temperature="x" * 100_000)[1]) < 200
 
 
@@ -163,6 +181,27 @@ def test_log_probabilities_of_alternatives_are_refused() -> None:
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidRequest, match="the body"):
         read_object(body)
+
+
+@pytest.mark.parametrize(("depth", "is_taken"), [(8, True), (9, False)])
+def test_a_body_is_nested_so_deep_at_most(depth: int, is_taken: bool) -> None:
+    body = b'{"a":' * (depth - 1) + b"[1, 2]" + b"}" * (depth - 1)
+    if is_taken:
+        assert read_object(body, max_depth=8)["a"]
+        return
+    with pytest.raises(InvalidRequest, match="at most 8 levels"):
+        read_object(body, max_depth=8)
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"stop": ["a"] * 3}, "stop"), ({"logit_bias": {"1": 1, "2": 1, "3": 1}}, "logit_bias"),
+    ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids"), ({"bad_words": ["a", "b", "c"]}, "bad_words"),
+])  # fmt: skip
+def test_longer_lists_than_the_limits_allow_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    limits = LimitSettings(max_stop_strings=2, max_listed=2)
+    with pytest.raises(InvalidRequest, match="has 3 entries; at most 2") as caught:
+        check_bounds(chat(**fields), limits)
+    assert caught.value.param == param
 
 
 def test_an_infinite_number_is_refused() -> None:

@@ -1,6 +1,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from engine import QueueFull, WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.protocol.errors import GenerationFailed, NoReplica
 from serve_app.router.admission import Admission
-from serve_app.router.answer import Answer, Piece
+from serve_app.router.answer import Answer, Piece, TextRules
 from serve_app.router.generation import Generation
 from serve_app.text import Tokenizer
 from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
@@ -59,7 +60,7 @@ def events_of(
 
 
 def collect(tokenizer: Tokenizer, events: Sequence[TokenEvent], stops: Sequence[str]) -> tuple[Piece, Answer]:
-    answer, whole = Answer(tokenizer, stop_strings=stops), Piece()
+    answer, whole = Answer(tokenizer, TextRules(tuple(stops))), Piece()
     for event in events:
         piece = answer.push(event)
         whole.text += piece.text
@@ -91,6 +92,37 @@ def test_an_answer_does_not_depend_on_how_tokens_came_together(
     assert num_tokens == len(whole.token_ids) == spans[-1].end
     assert [span.version for span in spans] == [1, 2][: len(spans)]
     assert len(whole.logprobs) == len(whole.offsets) == (num_tokens if wants_logprobs else 0)
+
+
+def all_at_once(tokenizer: Tokenizer, text: str, *, reason: str = "length", **rules: Any) -> Piece:
+    event = TokenEvent("r", tokenizer.encode(text), finish_reason=reason)
+    return Answer(tokenizer, TextRules(**rules)).push(event)
+
+
+def test_the_reason_to_stop_is_named_and_shown_where_asked_for(tokenizer: Tokenizer) -> None:
+    piece = all_at_once(tokenizer, TEXT, stop_strings=("end", "string"))
+    assert (piece.text, piece.finish_reason, piece.stop_reason) == ("the stop ", "stop", "string")
+    piece = all_at_once(tokenizer, TEXT, stop_strings=("end", "string"), includes_stop=True)
+    assert (piece.text, piece.stop_reason) == ("the stop string", "string")
+    last = tokenizer.encode(TEXT)[-1]
+    for includes, text in ((False, TEXT[: -len(tokenizer.decode([last]))]), (True, TEXT)):
+        piece = all_at_once(tokenizer, TEXT, reason="stop", stop_token_ids=frozenset({last}), includes_stop=includes)
+        assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", last)
+    # The token is in its place by chance: it is not what ended the answer.
+    assert all_at_once(tokenizer, TEXT, stop_token_ids=frozenset({last})).stop_reason is None
+
+
+def test_no_stop_string_counts_before_the_least_number_of_tokens(tokenizer: Tokenizer) -> None:
+    num_tokens = len(tokenizer.encode("the end the"))
+    piece = all_at_once(tokenizer, "the end the end", stop_strings=("end",), min_tokens=num_tokens)
+    assert (piece.text, piece.finish_reason) == ("the end the ", "stop")
+    piece = all_at_once(tokenizer, "the end the end", stop_strings=("end",), min_tokens=100)
+    assert (piece.text, piece.finish_reason) == ("the end the end", "length")
+
+
+def test_special_tokens_are_shown_where_asked_for(tokenizer: Tokenizer) -> None:
+    assert all_at_once(tokenizer, "a<|end|>b").text == "ab"
+    assert all_at_once(tokenizer, "a<|end|>b", skips_special_tokens=False).text == "a<|end|>b"
 
 
 async def read_all(generation: Generation) -> list[Piece]:

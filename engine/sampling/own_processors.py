@@ -1,4 +1,6 @@
-"""The two penalties of the OpenAI API that transformers does not have."""
+"""What acts on the scores and is not in transformers: the two penalties of the OpenAI API, and a list of tokens."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,3 +23,15 @@ class OutputPenalty(LogitsProcessor):
         present_1T = scores.gather(1, output_1T) - self._presence
         lowered_1V = scores.scatter(1, output_1T, present_1T)
         return lowered_1V.scatter_add(1, output_1T, torch.full_like(present_1T, -self._frequency))
+
+
+class AllowedTokens(LogitsProcessor):
+    """Leaves the scores of these tokens alone and rules out all others."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._ids_A = torch.tensor(sorted(set(token_ids)))
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # noqa: ARG002  # the interface of transformers
+        self._ids_A = self._ids_A.to(scores.device)
+        kept_1V = torch.full_like(scores, -torch.inf)
+        return kept_1V.index_copy_(1, self._ids_A, scores.index_select(1, self._ids_A))

@@ -1,0 +1,18 @@
+"""What one request may ask for at most, by the limits of the application."""
+
+from collections.abc import Sized
+
+from engine import InvalidRequest
+from serve_app.protocol.requests import GenerationRequest
+from serve_app.settings import LimitSettings
+
+
+def check_bounds(body: GenerationRequest, limits: LimitSettings) -> None:
+    """Raises InvalidRequest naming the first field that asks for more than the limits allow."""
+    for name, limit in (("stop", limits.max_stop_strings), *((name, limits.max_listed) for name in _LISTED)):
+        value: Sized = getattr(body, name) or ()
+        if len(value) > limit:
+            raise InvalidRequest(f"{name} has {len(value)} entries; at most {limit} are taken", name)
+
+
+_LISTED = ("logit_bias", "bad_words", "stop_token_ids")
