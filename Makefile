@@ -17,7 +17,7 @@ MODEL ?=
 REPLICAS ?=
 SERVE_OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(REPLICAS),--replicas $(REPLICAS))
 
-.PHONY: help setup fetch serve test test-all test-gpu deps format clean
+.PHONY: help setup fetch serve test test-all test-gpu deps manifests format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -55,6 +55,9 @@ test-gpu: setup ## what needs a CUDA device and flash-attn; no check in CI does
 
 deps: ## install the system packages that make test-all uses
 	$(if $(SYSTEM_TOOLS),apt-get install -y --no-install-recommends $(foreach pair,$(SYSTEM_TOOLS),$(lastword $(subst :, ,$(pair)))),@echo "no system package is needed")
+
+manifests: setup ## the parts of k8s/ that are made from configs/
+	$(BIN)/python -m k8s.generate
 
 format: setup ## format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -10,7 +10,7 @@ from tests.tools.strict_serve import unknown_keys
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@pytest.mark.parametrize("name", ["local.yaml", "gpu.yaml", "tensor-parallel.yaml"])
+@pytest.mark.parametrize("name", ["local.yaml", "gpu.yaml", "tensor-parallel.yaml", "production.yaml"])
 def test_serve_and_the_application_know_every_key(name: str) -> None:
     config = yaml.safe_load((CONFIGS / name).read_text())
     assert unknown_keys(config) == []

@@ -1,58 +1,84 @@
 """The manifests: rendered by kustomize, checked against KubeRay's definition and against what its schema cannot say."""
 
 import copy
+import functools
 import importlib.metadata
 import os
 import subprocess
+import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kubernetes_validate import validate
+from ray.serve.schema import ServeDeploySchema
 
+from k8s.generate import CONFIG_OF_OVERLAY, REPOSITORY, generated_files, serve_config
+from serve_app.app import build_app
+from serve_app.settings import AppSettings, parse_settings
 from tests.tools.crdcheck import errors_of, load_definition
+from tests.tools.kuberay_rules import broken_rules
 from tests.tools.strict_serve import unknown_keys
 
-REPOSITORY = Path(__file__).parents[2]
-MAX_NAME_LENGTH = 47
-"""Of a RayService: KubeRay derives longer names from it."""
+OVERLAYS = list(CONFIG_OF_OVERLAY)
+GPU_OVERLAYS = OVERLAYS[1:]
+OLDEST_KUBERNETES, NEWEST_KUBERNETES = "1.30.0", "1.37.0"
+Tree = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def service() -> dict[str, Any]:
-    """The one resource that the CPU overlay renders."""
+@functools.cache
+def rendered(overlay: str) -> tuple[Tree, ...]:
+    """What `kubectl apply -k` would send."""
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
-    command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s" / "overlays" / "cpu")]
-    rendered = subprocess.run(command, capture_output=True, text=True, check=True)
-    (resource,) = yaml.safe_load_all(rendered.stdout)
-    return dict(resource)
+    command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s" / "overlays" / overlay)]
+    return tuple(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+
+
+def service_of(overlay: str) -> Tree:
+    (service,) = (copy.deepcopy(resource) for resource in rendered(overlay) if resource["kind"] == "RayService")
+    return service
+
+
+def cluster_of(overlay: str) -> Tree:
+    cluster: Tree = service_of(overlay)["spec"]["rayClusterConfig"]
+    return cluster
+
+
+def groups_of(overlay: str) -> list[Tree]:
+    cluster = cluster_of(overlay)
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def pods_of(overlay: str) -> list[Tree]:
+    return [group["template"]["spec"] for group in groups_of(overlay)]
+
+
+def settings_of(overlay: str) -> AppSettings:
+    deployed = yaml.safe_load(service_of(overlay)["spec"]["serveConfigV2"])
+    return parse_settings(deployed["applications"][0]["args"])
 
 
 @pytest.fixture(scope="module")
-def cluster(service: dict[str, Any]) -> dict[str, Any]:
-    return dict(service["spec"]["rayClusterConfig"])
-
-
-@pytest.fixture(scope="module")
-def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
-    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    return [group["template"]["spec"] for group in groups]
-
-
-@pytest.fixture(scope="module")
-def schema() -> dict[str, Any]:
+def schema() -> Tree:
     folder = os.environ.get("PITSTOP_CRDS")
     if not folder:
         pytest.skip("PITSTOP_CRDS names no folder of custom resource definitions")
     return load_definition(Path(folder) / "ray.io_rayservices.yaml")["ray.io/v1"]
 
 
-def test_the_definition_takes_the_service_and_refuses_what_is_misspelt(
-    service: dict[str, Any], schema: dict[str, Any]
-) -> None:
-    assert errors_of(service, schema) == []
-    broken = copy.deepcopy(service)
+# Schemas and rules
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_definition_takes_the_service(overlay: str, schema: Tree) -> None:
+    assert errors_of(service_of(overlay), schema) == []
+
+
+def test_the_definition_refuses_what_is_misspelt(schema: Tree) -> None:
+    broken = service_of("cpu")
     broken["spec"]["serveConfigv2"] = broken["spec"].pop("serveConfigV2")
     broken["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"]["num-cpus"] = 0
     broken["spec"]["rayClusterConfig"]["authOptions"]["mode"] = "bearer"
@@ -62,54 +88,234 @@ def test_the_definition_takes_the_service_and_refuses_what_is_misspelt(
         assert part in errors
 
 
-def test_kubernetes_serves_the_application_of_the_local_config(service: dict[str, Any]) -> None:
-    deployed = yaml.safe_load(service["spec"]["serveConfigV2"])
-    local = yaml.safe_load((REPOSITORY / "configs" / "local.yaml").read_text())
-    assert deployed["applications"] == local["applications"]
-    assert deployed["logging_config"] == local["logging_config"]
+@pytest.mark.parametrize("version", [OLDEST_KUBERNETES, NEWEST_KUBERNETES])
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kubernetes_takes_every_other_resource_and_every_pod(overlay: str, version: str) -> None:
+    others = [resource for resource in rendered(overlay) if resource["apiVersion"].split("/")[0] != "ray.io"]
+    templates = [group["template"] for group in groups_of(overlay)]
+    pods = [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": "pod", **template["metadata"]},
+            "spec": template["spec"],
+        }
+        for template in templates
+    ]
+    for resource in (*others, *pods):
+        validate(resource, version, strict=True)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_operator_breaks_no_rule_of_its_own_over_the_service(overlay: str) -> None:
+    assert broken_rules(service_of(overlay)) == []
+    assert cluster_of(overlay)["rayVersion"] == importlib.metadata.version("ray")
+
+
+def _set(path: str, value: object) -> Callable[[Tree], None]:
+    def change(service: Tree) -> None:
+        *parents, last = path.split(".")
+        node: Any = service
+        for name in parents:
+            node = node[int(name)] if isinstance(node, list) else node[name]
+        node[last] = value
+
+    return change
+
+
+CLUSTER = "spec.rayClusterConfig"
+HEAD, WORKER = f"{CLUSTER}.headGroupSpec", f"{CLUSTER}.workerGroupSpecs.0"
+BREAKS = [
+    (_set("metadata.name", "p" * 48), "DNS label"),
+    (_set("spec.upgradeStrategy.type", "NewClustr"), "upgradeStrategy.type is NewClustr"),
+    (_set("spec.upgradeStrategy.type", "NewClusterWithIncrementalUpgrade"), "clusterUpgradeOptions"),
+    (_set(f"{CLUSTER}.upgradeStrategy", {"type": "Recreate"}), "not for a RayService"),
+    (_set(f"{HEAD}.headService", {"metadata": {"name": "head"}}), "headService has a name"),
+    (_set(f"{CLUSTER}.rayVersion", "2.51.1"), "2.52 or newer"),
+    (_set(f"{CLUSTER}.authOptions.enableK8sTokenAuth", True), "enableK8sTokenAuth"),
+    (_set(f"{CLUSTER}.gcsFaultToleranceOptions.externalStorageNamespace", "one"), "shared by the old and the new"),
+    (_set(f"{HEAD}.rayStartParams.redis-password", "secret"), "redis-password"),
+    (_set("metadata.annotations", {"ray.io/ft-enabled": "true"}), "ray.io/ft-enabled"),
+    (_set(f"{WORKER}.template.spec.restartPolicy", "Always"), "restartPolicy Never"),
+    (_set(f"{HEAD}.template.spec.automountServiceAccountToken", False), "service account token"),
+    (_set(f"{CLUSTER}.enableInTreeAutoscaling", False), "do nothing"),
+    (_set(f"{WORKER}.rayStartParams.num-cpus", 4), "no string"),
+    (_set(f"{WORKER}.rayStartParams.labels", "a=b"), "rayStartParams.labels"),
+    (_set(f"{HEAD}.resources", {"CPU": "1"}), "and in the group"),
+    (_set(f"{WORKER}.template.spec.containers.0.resources.requests", {"nvidia.com/gpu": "1"}), "GPUs from limits"),
+    (_set(f"{WORKER}.template.spec.containers.0.resources.limits", {}), "memory from limits"),
+    (_set(f"{HEAD}.template.spec.containers.0.ports", [{"name": "gcs", "containerPort": 6379}]), "named serve"),
+    (_set(f"{WORKER}.template.spec.containers.0.ports.0.name", "serve-but-much-too-long"), "too long"),
+    (_set(f"{WORKER}.replicas", 9), "is not so"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), BREAKS, ids=[sentence for _, sentence in BREAKS])
+def test_a_broken_rule_is_noticed(change: Callable[[Tree], None], sentence: str) -> None:
+    service = service_of("production")
+    change(service)
+    assert sentence in " ".join(broken_rules(service))
+
+
+# The application
+
+
+def test_what_is_generated_is_current() -> None:
+    for path, content in generated_files():
+        assert path.read_text() == content, f"{path.name} is not what `make manifests` writes"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_application_is_that_of_the_config_and_can_be_built(overlay: str) -> None:
+    deployed = yaml.safe_load(service_of(overlay)["spec"]["serveConfigV2"])
+    name = CONFIG_OF_OVERLAY[overlay]
+    assert deployed == serve_config(name)
+    config = yaml.safe_load((REPOSITORY / "configs" / name).read_text())
+    assert deployed["applications"] == config["applications"]
     assert unknown_keys(deployed) == []
+    ServeDeploySchema.model_validate(deployed)
+    build_app(settings_of(overlay))
 
 
-def test_every_node_has_a_proxy_where_the_probes_and_the_service_look(
-    service: dict[str, Any], pods: list[dict[str, Any]]
-) -> None:
-    deployed = yaml.safe_load(service["spec"]["serveConfigV2"])
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_node_has_a_proxy_where_the_probes_and_the_service_look(overlay: str) -> None:
+    deployed = yaml.safe_load(service_of(overlay)["spec"]["serveConfigV2"])
     assert deployed["proxy_location"] == "EveryNode"
     assert deployed["http_options"] == {"host": "0.0.0.0", "port": 8000}
-    for pod in pods:
+    for pod in pods_of(overlay):
         assert {"name": "serve", "containerPort": 8000} in pod["containers"][0]["ports"]
 
 
-def test_the_rules_of_the_operator_that_no_schema_holds(service: dict[str, Any], cluster: dict[str, Any]) -> None:
-    assert len(service["metadata"]["name"]) <= MAX_NAME_LENGTH
-    assert cluster["rayVersion"] == importlib.metadata.version("ray")
-    assert "upgradeStrategy" not in cluster
-    assert "headService" not in cluster["headGroupSpec"]
-    for group in cluster["workerGroupSpecs"]:
-        assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_worker_holds_a_replica_and_the_group_all_of_them(overlay: str) -> None:
+    replicas = settings_of(overlay).replicas
+    (group,) = cluster_of(overlay)["workerGroupSpecs"]
+    resources = group["template"]["spec"]["containers"][0]["resources"]
+    gpus = int(resources["limits"].get("nvidia.com/gpu", 0))
+    assert gpus == replicas.num_gpus * replicas.tensor_parallel_size
+    fitting = int(int(resources["requests"]["cpu"]) / (replicas.num_cpus * replicas.tensor_parallel_size))
+    per_worker = 1 if gpus else fitting
+    assert fitting >= 1
+    assert group["minReplicas"] * per_worker >= replicas.min
+    assert group["maxReplicas"] * per_worker >= replicas.max
 
 
-def test_pods_are_unprivileged_bounded_and_hold_no_secret(pods: list[dict[str, Any]]) -> None:
-    for pod in pods:
+# Pods
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_pods_are_unprivileged_bounded_and_hold_no_secret(overlay: str) -> None:
+    for pod in pods_of(overlay):
         assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["automountServiceAccountToken"] is False
-        for container in [*pod["initContainers"], *pod["containers"]]:
-            assert container["securityContext"]["allowPrivilegeEscalation"] is False
-            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        for container in [*pod.get("initContainers", []), *pod["containers"]]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
             assert "memory" in container["resources"]["limits"]
-        environment = {variable["name"]: variable for variable in pod["containers"][0]["env"]}
-        assert "value" not in environment["PITSTOP_ADMIN_KEY"]
+        assert not [variable for variable in pod["containers"][0]["env"] if variable["name"].endswith(("KEY", "TOKEN"))]
+        (keys,) = (volume for volume in pod["volumes"] if volume["name"] == "keys")
+        assert keys["secret"] == {"secretName": "pitstop-keys", "defaultMode": 0o440}
 
 
-def test_every_pod_has_the_model_before_ray_starts(pods: list[dict[str, Any]]) -> None:
-    for pod in pods:
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_every_mount_has_its_volume_and_every_volume_is_mounted(overlay: str) -> None:
+    for pod in pods_of(overlay):
+        mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        for container in pod.get("initContainers", []):
+            assert container["image"] == pod["containers"][0]["image"]
+            assert {mount["name"] for mount in container["volumeMounts"]} <= mounted
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_every_pod_has_the_default_model_before_ray_starts(overlay: str) -> None:
+    for pod in pods_of(overlay):
         (fetch,) = pod["initContainers"]
         assert fetch["command"] == ["pitstop", "fetch"]
-        assert fetch["image"] == pod["containers"][0]["image"]
-        assert fetch["volumeMounts"] == pod["containers"][0]["volumeMounts"]
+        assert {"name": "cache", "mountPath": "/home/ray/.cache"} in fetch["volumeMounts"]
 
 
-def test_streams_may_finish_before_a_pod_is_killed(service: dict[str, Any], cluster: dict[str, Any]) -> None:
-    replicas = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"]["replicas"]
-    for group in cluster["workerGroupSpecs"]:
-        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > replicas["graceful_shutdown_timeout_s"]
+@pytest.mark.parametrize("overlay", ["gpu-tensor-parallel", "production"])
+def test_a_model_of_ones_own_is_on_a_mounted_claim_in_every_pod(overlay: str) -> None:
+    settings = settings_of(overlay)
+    for pod in pods_of(overlay):
+        paths = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        assert "/" + settings.model.split("/")[1] in paths
+        assert settings.weights.folder is None or settings.weights.folder in paths
+        assert "initContainers" not in pod
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_slow_start_is_no_reason_to_kill_and_a_worker_is_ready_with_its_proxy(overlay: str) -> None:
+    for pod in pods_of(overlay):
+        container = pod["containers"][0]
+        startup = container["startupProbe"]
+        assert startup["periodSeconds"] * startup["failureThreshold"] >= 600
+        assert container["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
+    command = pods_of(overlay)[1]["containers"][0]["readinessProbe"]["exec"]["command"][-1]
+    assert ":8000/-/healthz" in command
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_streams_may_finish_before_a_pod_is_killed(overlay: str) -> None:
+    replicas = settings_of(overlay).replicas
+    for group in cluster_of(overlay)["workerGroupSpecs"]:
+        assert group["template"]["spec"]["terminationGracePeriodSeconds"] > replicas.graceful_shutdown_timeout_s
+
+
+@pytest.mark.parametrize("overlay", GPU_OVERLAYS)
+def test_workers_go_to_gpu_machines_and_the_head_sees_no_gpu(overlay: str) -> None:
+    head, worker = pods_of(overlay)
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in worker["tolerations"]
+    assert {"name": "NVIDIA_VISIBLE_DEVICES", "value": "void"} in head["containers"][0]["env"]
+    assert cluster_of(overlay)["autoscalerOptions"]["version"] == "v2"
+
+
+# Production
+
+
+def test_production_outlives_its_head_and_keeps_its_token() -> None:
+    spec = service_of("production")["spec"]
+    assert spec["excludeHeadPodFromServeSvc"] is True
+    assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token", "secretName": "pitstop-ray-token"}
+    assert "secretKeyRef" in spec["rayClusterConfig"]["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]
+    assert settings_of("production").replicas.min >= 2
+
+
+def test_the_network_lets_in_the_operator_prometheus_and_clients_and_nobody_else() -> None:
+    (ingress,) = (resource for resource in rendered("production") if resource["metadata"]["name"] == "pitstop-ingress")
+    allowed = {}
+    for rule in ingress["spec"]["ingress"]:
+        (peer,) = rule["from"]
+        labels = {
+            **peer.get("namespaceSelector", {}).get("matchLabels", {}),
+            **peer.get("podSelector", {}).get("matchLabels", {}),
+        }
+        allowed[next(iter(labels.values()))] = {port["port"] for port in rule.get("ports", [])}
+    assert allowed == {
+        "pitstop": set(),  # every port
+        "kuberay-operator": {8265, 8000, 52365},
+        "monitoring": {8000, 8080, 44217, 44227},
+        "allowed": {8000},
+    }
+
+
+def test_policies_and_budget_select_the_pods() -> None:
+    for resource in rendered("production"):
+        spec = resource["spec"]
+        selector = spec.get("podSelector") or spec.get("selector")
+        if selector is None:
+            continue
+        for template in (group["template"] for group in groups_of("production")):
+            wanted = {key: value for key, value in selector["matchLabels"].items() if not key.startswith("ray.io/")}
+            assert wanted.items() <= template["metadata"]["labels"].items()
+
+
+# Text
+
+
+def test_yaml_is_tidy() -> None:
+    command = [sys.executable, "-m", "yamllint", "--strict", "-c", str(REPOSITORY / ".yamllint"), "configs", "k8s"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

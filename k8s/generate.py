@@ -1,0 +1,64 @@
+"""Writes what the manifests take from elsewhere in the repository, so that the two never differ.
+
+`python -m k8s.generate` rewrites the files; a test compares them with what it would write.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIG_OF_OVERLAY = {
+    "cpu": "local.yaml",
+    "gpu": "gpu.yaml",
+    "gpu-tensor-parallel": "tensor-parallel.yaml",
+    "production": "production.yaml",
+}
+EVERY_INTERFACE = "0.0.0.0"
+"""Where a pod listens; who may connect is for network policies and the gateway."""
+
+
+def generated_files() -> Iterator[tuple[Path, str]]:
+    """Gives each generated file with its content."""
+    for overlay, config in CONFIG_OF_OVERLAY.items():
+        yield REPOSITORY / "k8s" / "overlays" / overlay / "serve.yaml", _serve_patch(config)
+
+
+def serve_config(name: str) -> dict[str, Any]:
+    """Gives one of `configs/` as it runs on Kubernetes: a proxy on every node, which KubeRay's probes ask."""
+    config: dict[str, Any] = yaml.safe_load((REPOSITORY / "configs" / name).read_text())
+    config["proxy_location"] = "EveryNode"
+    config["http_options"]["host"] = EVERY_INTERFACE
+    return config
+
+
+def _serve_patch(config: str) -> str:
+    patch = [{"op": "add", "path": "/spec/serveConfigV2", "value": _Block(_dump(serve_config(config)))}]
+    return f"# Made from configs/{config} by `make manifests`: change that file, not this one.\n{_dump(patch)}"
+
+
+class _Block(str):
+    """A text that YAML writes as it is, line by line."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Indents the items of a list, as yamllint wants them."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:  # noqa: ARG002
+        return super().increase_indent(flow, False)
+
+
+_Dumper.add_representer(
+    _Block, lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", str(text), style="|")
+)
+
+
+def _dump(value: object) -> str:
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=1000)
+
+
+if __name__ == "__main__":
+    for path, content in generated_files():
+        path.write_text(content)
