@@ -1,6 +1,7 @@
 """Pitstop's engine: continuous batching over any Hugging Face decoder, with weights that change while it generates."""
 
 from engine.config import ContinuousBatchingConfig
+from engine.constraint import TokenConstraint
 from engine.errors import (
     ContextLengthExceeded,
     DuplicateRequest,
@@ -56,6 +57,7 @@ __all__ = [
     "SamplingParams",
     "StagedWeights",
     "SwapConflict",
+    "TokenConstraint",
     "UnsupportedModel",
     "WeightSpan",
     "WeightsError",

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.constraint import TokenConstraint
 from engine.request import (
     FinishReason,
     GenerationOutput,
@@ -32,6 +33,8 @@ class ActiveRequest:
     tenant: str | None = None
     priority: int = 0
     parent_id: str | None = None
+    constraint: TokenConstraint | None = None
+    """What its tokens have to follow; it knows those that were appended."""
     children: list["ActiveRequest"] = field(default_factory=list)
     """Further samples of the same prompt; they join when the prompt is computed, and share its blocks."""
 
@@ -71,6 +74,11 @@ class ActiveRequest:
     def __post_init__(self) -> None:
         self.token_ids = self.prompt_ids
         self.needs_processors = self.sampling.needs_processors
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Its next token cannot be drawn before the one that is on its way has a name."""
+        return self.needs_processors or self.constraint is not None
 
     @property
     def family(self) -> str:

@@ -15,6 +15,7 @@ from engine.attention.choice import choose_flash
 from engine.attention.flash import FlashKernels, find_flash
 from engine.compilation import compile_options
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
+from engine.constraint import TokenConstraint
 from engine.errors import (
     EngineStopped,
     InvalidRequest,
@@ -244,6 +245,7 @@ class ContinuousBatchingManager:
         cache_salt: str | None = None,
         hints: WorkloadHints | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        constraint: TokenConstraint | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
         """Submits one prompt and gives its id. All checks happen here; one terminal output follows.
@@ -253,7 +255,8 @@ class ContinuousBatchingManager:
         With `num_return_sequences` n in `sampling`, the further outputs come under the ids `<id>__child#0` to
         `<id>__child#<n - 2>`; cancelling <id> cancels them all. Of `hints`, tenant and priority count here: a smaller
         priority goes first. tokenizer: the model's, which stop strings need; it makes those of the model's own config
-        apply too. logit_processor_kwargs: fields of `SamplingParams` that choose the tokens, where
+        apply too. constraint: what the output has to follow, in a state that is the request's own from here on; further
+        outputs get a fork of it. logit_processor_kwargs: fields of `SamplingParams` that choose the tokens, where
         `per_request_processors` is set.
 
         Raises InvalidRequest (and its kinds), QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside
@@ -269,6 +272,7 @@ class ContinuousBatchingManager:
             cache_salt=cache_salt,
             hints=hints,
             has_tokenizer=tokenizer is not None,
+            constraint=constraint,
         )
         for member in (request, *request.children):
             self._stop_strings.prepare(member, tokenizer)

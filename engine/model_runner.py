@@ -161,6 +161,8 @@ class ModelRunner:
                 self._model.eval()
             if self._kernel is not None:
                 self._kernel.use_threads()
+            if self._is_driver:
+                self._sampler.begin(rows, self._config.vocab_size)
             batch, logits_LV = self._replay(rows) or self._launch(rows)
             if not self._is_driver or not batch.sampling_rows:
                 return DrawnRows()

@@ -4,10 +4,10 @@ Running requests go on first, decoding ones before prompts; then the waiting lin
 room. When blocks run out, the lowest ranking request goes back to the line; its full blocks stay findable.
 
 A step may be planned while the one before it is in flight. A request then goes on from a token that has no name yet,
-and sits the step out where that does not do: when its last token is on its way, when its processors have to see the
-token, when children are about to fork from it. Nobody gives way meanwhile: a request that lacks blocks sets
-`must_drain`, and the next plan is made when nothing is in flight. Blocks of a request that ended with a row in flight
-are free when that row is committed.
+and sits the step out where that does not do: when its last token is on its way, when its processors or its constraint
+have to see the token, when children are about to fork from it. Nobody gives way meanwhile: a request that lacks blocks
+sets `must_drain`, and the next plan is made when nothing is in flight. Blocks of a request that ended with a row in
+flight are free when that row is committed.
 """
 
 from collections.abc import Iterator
@@ -466,7 +466,7 @@ def _sits_out(request: ActiveRequest) -> bool:
     if request.num_to_compute != 1:
         return False
     is_last_on_its_way = request.num_pending >= request.num_to_generate
-    needs_the_token = request.num_pending > 0 and request.needs_processors
+    needs_the_token = request.num_pending > 0 and request.needs_last_token
     return is_last_on_its_way or needs_the_token or bool(request.children)
 
 

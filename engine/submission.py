@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.active_request import ActiveRequest
 from engine.config import ResolvedConfig
+from engine.constraint import TokenConstraint
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.generation_defaults import GenerationDefaults, as_token_ids
 from engine.request import SamplingParams, WorkloadHints
@@ -48,6 +49,7 @@ class RequestFactory:
         cache_salt: str | None = None,
         hints: WorkloadHints | None = None,
         has_tokenizer: bool = False,
+        constraint: TokenConstraint | None = None,
     ) -> ActiveRequest:
         """Gives a request, with the children that sample its prompt too. Raises InvalidRequest and its kinds.
 
@@ -56,6 +58,10 @@ class RequestFactory:
         prompt_ids = self._checked_ids(input_ids)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidRequest(f"cache_salt is {cache_salt!r}; it must be a string", param="cache_salt")
+        if constraint is not None and not isinstance(constraint, TokenConstraint):
+            raise InvalidRequest(
+                f"constraint is a {type(constraint).__name__}; it must be a TokenConstraint", param="constraint"
+            )
         hints = hints or WorkloadHints()
         parent = ActiveRequest(
             request_id=self._checked_id(request_id),
@@ -65,6 +71,7 @@ class RequestFactory:
             cache_salt=cache_salt,
             tenant=hints.tenant,
             priority=hints.priority,
+            constraint=constraint,
         )
         names = sequence_ids(parent.request_id, parent.sampling.num_return_sequences or 1)
         parent.children = [_child(parent, index, name) for index, name in enumerate(names[:-1])]
@@ -213,6 +220,7 @@ def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
         tenant=parent.tenant,
         priority=parent.priority,
         parent_id=parent.request_id,
+        constraint=None if parent.constraint is None else parent.constraint.fork(),
     )
 
 

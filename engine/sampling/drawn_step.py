@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.active_request import ActiveRequest
 from engine.errors import EngineDead
 from engine.plan import PlannedRow, SampledToken
+from engine.sampling.masks import advance
 from engine.sampling.sampler import Draw, SampleResult
 from engine.sampling.stop_strings import StopStrings
 from engine.transfer import to_device
@@ -98,4 +99,9 @@ class DrawnStep:
             except Exception as error:  # a tokenizer may raise anything, and it is this request's own
                 logger.exception("stop strings failed request_id=%s", request.request_id)
                 return SampledToken(token=0, error=f"its stop strings failed: {type(error).__name__}: {error}")
+        if request.constraint is not None:
+            is_finished, failure = advance(request.constraint, request, token)
+            if failure is not None:
+                return SampledToken(token=0, error=failure)
+            stops |= is_finished
         return SampledToken(token=token, logprob=result.logprobs.get(row), stops=stops)

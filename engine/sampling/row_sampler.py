@@ -1,10 +1,10 @@
-"""The tokens of a step: requests of the usual kind all at once, those with processors one by one before the draw.
+"""The tokens of a step: requests of the usual kind all at once, others after their constraint and their processors.
 
 Shapes: L rows of the step that sample, V vocabulary.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from engine.active_request import ActiveRequest
 from engine.plan import PlannedRow
 from engine.sampling.drawn_step import DrawnRows
+from engine.sampling.masks import MaskFiller, StepMasks
 from engine.sampling.processors import ProcessorBuilder, RowProcessors
 from engine.sampling.sampler import SamplingRow, draw
 from engine.sampling.stop_strings import StopStrings
@@ -39,28 +40,50 @@ class RowSampler:
         self._builder = ProcessorBuilder(model, drop_foreign=drop_foreign)
         self.stop_strings = stop_strings or StopStrings()
         self.sees_tokens = self._builder.is_custom
+        self._masks = MaskFiller()
         self._processors: WeakKeyDictionary[ActiveRequest, RowProcessors] = WeakKeyDictionary()
 
+    def begin(self, rows: Sequence[PlannedRow], vocab_size: int) -> None:
+        """Starts what `draw` of these rows needs and the forward pass does not."""
+        self._masks.begin(rows, vocab_size)
+
     def draw(self, rows: Sequence[PlannedRow], logits_LV: Tensor) -> DrawnRows:
-        """Draws one token for each row. What goes wrong with the processors of a request is its error alone."""
+        """Draws one token for each row of the step that was begun.
+
+        What goes wrong with the processors or the constraint of a request is its error alone.
+        """
         drawn = DrawnRows()
-        processed = [i for i, row in enumerate(rows) if row.request.needs_processors or self.sees_tokens]
-        plain = sorted(set(range(len(rows))) - set(processed))
+        masks = self._masks.take()
+        plain: list[int] = []
+        constrained: list[int] = []
+        processed: list[int] = []
+        for index, row in enumerate(rows):
+            if (error := masks.errors.get(row.request.request_id)) is not None:
+                drawn.fail(row.request, error)
+            elif row.request.needs_processors or self.sees_tokens:
+                processed.append(index)
+            else:
+                (plain if row.request.constraint is None else constrained).append(index)
         if plain:
             plain_rows = [rows[i] for i in plain]
-            plain_LV = logits_LV[plain] if processed else logits_LV
+            plain_LV = logits_LV if len(plain) == len(rows) else logits_LV[plain]
             self._draw(drawn, plain_rows, plain_LV, [_sampling_row(row) for row in plain_rows], error=_NOT_FINITE)
-        for start in range(0, len(processed), _GROUP):
-            group = processed[start : start + _GROUP]
-            self._draw_processed(drawn, [rows[i] for i in group], [logits_LV[i] for i in group])
+        for group in _groups(constrained):
+            self._draw_constrained(drawn, [rows[i] for i in group], logits_LV[group], masks)
+        for group in _groups(processed):
+            self._draw_processed(drawn, [rows[i] for i in group], [logits_LV[i] for i in group], masks)
         return drawn
 
-    def _draw_processed(self, drawn: DrawnRows, rows: list[PlannedRow], logits: list[Tensor]) -> None:
+    def _draw_constrained(self, drawn: DrawnRows, rows: list[PlannedRow], logits_LV: Tensor, masks: StepMasks) -> None:
+        scores_LV = masks.apply([row.request for row in rows], logits_LV)
+        self._draw(drawn, rows, scores_LV, [_sampling_row(row) for row in rows], error=_NOTHING_LEFT)
+
+    def _draw_processed(self, drawn: DrawnRows, rows: list[PlannedRow], logits: list[Tensor], masks: StepMasks) -> None:
         good, scores, sampling_rows = [], [], []
         for row, logits_V in zip(rows, logits, strict=True):
             try:
                 processors = self._processors_of(row.request)
-                scores.append(processors.process(row.request.token_ids, row.end, logits_V))
+                scores.append(_process(processors, row, logits_V, masks))
             except torch.AcceleratorError:
                 raise
             except Exception as error:  # a processor may raise anything, and it is this request's own
@@ -90,6 +113,19 @@ class RowSampler:
         wants_logprobs = [index for index, row in enumerate(rows) if row.request.sampling.logprobs]
         requests = [row.request for row in rows]
         drawn.add(requests, draw(scores_LV, sampling_rows, logprob_rows=wants_logprobs), error=error)
+
+
+def _process(processors: RowProcessors, row: PlannedRow, logits_V: Tensor, masks: StepMasks) -> Tensor:
+    request = row.request
+    if request.constraint is None:
+        return processors.process(request.token_ids, row.end, logits_V)
+    masked_V = masks.apply([request], logits_V[None])[0]
+    # Again afterwards: some processors force a token, or make finite numbers of what is not.
+    return masks.apply([request], processors.process(request.token_ids, row.end, masked_V))
+
+
+def _groups(indices: list[int]) -> Iterator[list[int]]:
+    return (indices[start : start + _GROUP] for start in range(0, len(indices), _GROUP))
 
 
 def _sampling_row(row: PlannedRow) -> SamplingRow:
