@@ -31,7 +31,7 @@ class LoadMeter:
     def __init__(self, settings: AutoscalingSettings) -> None:
         self._settings = settings
         self._best = Load()
-        self._reported: tuple[Load, bool] | None = None
+        self._reported: tuple[Load, bool, int] | None = None
         self._reported_at = 0.0
 
     def decay(self) -> None:
@@ -62,7 +62,7 @@ class LoadMeter:
         decode_speed = load.decode_tokens_per_s or self._settings.assumed_decode_tokens_per_s
         return load.prefill_tokens / prefill_speed + load.decode_tokens / decode_speed
 
-    def routing_stats(self, load: Load, *, is_fenced: bool) -> dict[str, Any]:
+    def routing_stats(self, load: Load, *, is_fenced: bool, weight_version: int) -> dict[str, Any]:
         """Gives what routers read, stamped with the time of its last change.
 
         An idle replica repeats itself exactly, because Serve sends every change to every router of the cluster.
@@ -72,8 +72,8 @@ class LoadMeter:
             prefill_tokens_per_s=float(f"{load.prefill_tokens_per_s:.1e}"),
             decode_tokens_per_s=float(f"{load.decode_tokens_per_s:.1e}"),
         )
-        if self._reported != (rounded, is_fenced):
-            self._reported = (rounded, is_fenced)
+        if self._reported != (rounded, is_fenced, weight_version):
+            self._reported = (rounded, is_fenced, weight_version)
             self._reported_at = time.time()
         return {
             "prefill_tokens": rounded.prefill_tokens,
@@ -81,5 +81,6 @@ class LoadMeter:
             "prefill_tokens_per_s": rounded.prefill_tokens_per_s,
             "decode_tokens_per_s": rounded.decode_tokens_per_s,
             "is_fenced": is_fenced,
+            "weight_version": weight_version,
             "reported_at": self._reported_at,
         }

@@ -7,13 +7,23 @@ from engine import SamplingParams, WeightSpan, WorkloadHints
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One prompt for one replica. `cache_salt` keeps tenants' prefixes apart."""
+    """One prompt for one replica. `cache_salt` keeps tenants' prefixes apart.
+
+    min_weight_version: the least version whose weights may sample its tokens. weight_version: the only one that may.
+    """
 
     request_id: str
     prompt_ids: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     hints: WorkloadHints = field(default_factory=WorkloadHints)
     cache_salt: str | None = None
+    min_weight_version: int | None = None
+    weight_version: int | None = None
+
+    def accepts(self, version: int) -> bool:
+        """Gives whether these weights may answer it."""
+        is_pinned_elsewhere = self.weight_version is not None and self.weight_version != version
+        return not is_pinned_elsewhere and version >= (self.min_weight_version or 0)
 
 
 @dataclass(frozen=True, slots=True)

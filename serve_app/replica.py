@@ -36,6 +36,7 @@ from serve_app.messages import (
 )
 from serve_app.metrics import REPLICA_METRICS, Recorder, expose_engine
 from serve_app.model_store import resolve_model
+from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.ranks import RankCrew, start_engine
 from serve_app.settings import AppSettings
 from serve_app.streams import TokenStream
@@ -80,10 +81,11 @@ class EngineReplica:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """Gives the tokens of one request as they come; leaving the generator ends the request in the engine.
 
-        Raises InvalidRequest and its kinds, QueueFull, EngineStopped and EngineDead before the first event; whatever
-        fails later is the last event.
+        Raises InvalidRequest and its kinds, QueueFull, WeightVersionUnavailable, EngineStopped and EngineDead before
+        the first event; whatever fails later is the last event.
         """
         await self._confirm_weights()
+        self._check_version(request)
         if request.request_id in self._streams:
             raise DuplicateRequest(f"request {request.request_id} is in flight already", param="request_id")
         stream = TokenStream(request, replica_id=self._replica_id)
@@ -144,7 +146,11 @@ class EngineReplica:
     async def record_routing_stats(self) -> dict[str, Any]:
         """Gives Serve the load of this replica for its routers."""
         load = self._meter.load(self._manager.stats(), self._streams.values())
-        return self._meter.routing_stats(load, is_fenced=self._is_unhealthy or self._follower.is_lagging)
+        return self._meter.routing_stats(
+            load,
+            is_fenced=self._is_unhealthy or self._follower.is_lagging,
+            weight_version=self._follower.version,
+        )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Gives Serve the work of this replica for the autoscaling policy."""
@@ -204,6 +210,14 @@ class EngineReplica:
         return min(
             self._manager.config.max_model_len, self._settings.max_model_len or self._manager.config.max_model_len
         )
+
+    def _check_version(self, request: GenerateRequest) -> None:
+        """Looks again at what the router chose this replica for; versions only grow, so what fits now will fit on."""
+        version = self._follower.version
+        if not request.accepts(version):
+            raise WeightVersionUnavailable(
+                f"min_weight_version is {request.min_weight_version}; this replica serves weight version {version}"
+            )
 
     def _submit(self, request: GenerateRequest, stream: TokenStream) -> None:
         sampling = self._limited(request.sampling, len(request.prompt_ids))

@@ -89,7 +89,7 @@ class WorkRouter(FIFOMixin, RequestRouter):
                 return [candidate_replicas]
             # Without it Ray retries in a busy loop whenever no replica has room.
             pending_request.routing_context.should_backoff = True
-            return self._ranked(candidate_replicas, _work_of(pending_request))
+            return self._ranked(candidate_replicas, _request_of(pending_request))
         except Exception:
             routing_state.COUNTS.failed += 1
             logger.exception("event=routing_failed fallback=all_replicas")
@@ -97,9 +97,10 @@ class WorkRouter(FIFOMixin, RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         try:
-            work = _work_of(pending_request)
-            if work == Work():
+            request = _request_of(pending_request)
+            if request is None:
                 return
+            work = expected_work(request)
             token, loop = object(), self._event_loop
             self._sent.setdefault(replica_id, {})[token] = (time.time(), work)
             # Called on one of Ray's threads, maybe at once; keyed by a token of our own, as Ray's ids are shared.
@@ -108,16 +109,17 @@ class WorkRouter(FIFOMixin, RequestRouter):
             routing_state.COUNTS.failed += 1
             logger.exception("event=routing_accounting_failed")
 
-    def _ranked(self, candidates: list[RunningReplica], work: Work) -> list[list[RunningReplica]]:
+    def _ranked(self, candidates: list[RunningReplica], request: GenerateRequest | None) -> list[list[RunningReplica]]:
         loads = [self._load_of(replica) for replica in candidates]
-        scored = zip(score(loads, work), candidates, strict=True)
+        # Calls that generate nothing (model_info and the like) weigh nothing.
+        scored = zip(score(loads, expected_work(request) if request else Work()), candidates, strict=True)
         ranked = sorted((seconds, random.random(), index) for index, (seconds, _) in enumerate(scored))
-        chosen = [[candidates[index]] for seconds, _, index in ranked if seconds < float("inf")]
+        chosen = [candidates[index] for seconds, _, index in ranked if seconds < float("inf")]
         if chosen:
             routing_state.COUNTS.decided += 1
         else:
             routing_state.COUNTS.waited += 1
-        return chosen
+        return [[replica] for replica in _fitting(chosen, request)]
 
     def _load_of(self, replica: RunningReplica) -> ReplicaLoad:
         stats: Mapping[str, Any] = replica.routing_stats or {}
@@ -138,12 +140,26 @@ class WorkRouter(FIFOMixin, RequestRouter):
             self._sent.pop(replica_id, None)
 
 
-def _work_of(pending_request: PendingRequest) -> Work:
-    """Gives the work of a call; calls that generate nothing (model_info and the like) weigh nothing."""
+def _request_of(pending_request: PendingRequest) -> GenerateRequest | None:
+    """Gives the request of a call; None where the call generates nothing."""
     for argument in (*pending_request.args, *pending_request.kwargs.values()):
         if isinstance(argument, GenerateRequest):
-            return expected_work(argument)
-    return Work()
+            return argument
+    return None
+
+
+def _fitting(replicas: list[RunningReplica], request: GenerateRequest | None) -> list[RunningReplica]:
+    """Gives those whose weights the request accepts, as far as reports tell; where none does, all of them.
+
+    A replica that does not fit refuses, which ends the wait of whoever asked; offering none would make it hang.
+    """
+    if request is None:
+        return replicas
+    return [replica for replica in replicas if request.accepts(_version_of(replica))] or replicas
+
+
+def _version_of(replica: RunningReplica) -> int:
+    return int((replica.routing_stats or {}).get("weight_version", 0))
 
 
 def _speeds(measured: Sequence[float], unknown: float) -> list[float]:

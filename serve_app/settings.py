@@ -149,6 +149,8 @@ class LimitSettings(Section):
 
     max_queued_requests: requests that may wait in one replica's engine; then callers get 429. Never unlimited here.
     request_timeout_s: seconds a request may take in all, streaming included.
+    version_wait_s: seconds a request waits for the weight version it asks for at least; 0 refuses it at once. A swap of
+        a small model takes a second, and a trainer that asks for the next version asks shortly before its commit.
     max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
     max_json_depth: levels of a body; a JSON schema inside of one has a dozen.
     max_stop_strings: entries of `stop`; OpenAI takes 4, and each is compared at every token.
@@ -157,6 +159,7 @@ class LimitSettings(Section):
 
     max_queued_requests: int = Field(default=512, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)
+    version_wait_s: float = Field(default=30.0, ge=0)
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     max_json_depth: int = Field(default=64, ge=8)
     max_stop_strings: int = Field(default=16, ge=1)

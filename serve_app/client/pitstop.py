@@ -37,12 +37,16 @@ class Pitstop:
         *,
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
+        min_weight_version: int | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
 
-        Closing the generator (leaving the loop, `aclose`) ends the request in the engine.
+        Closing the generator (leaving the loop, `aclose`) ends the request in the engine. min_weight_version: the least
+        version of the weights that may answer; raises WeightVersionUnavailable where it is not committed in time.
         """
-        response = self._stream_handle.generate.remote(prompt, sampling, hints, stop=stop, cache_salt=cache_salt)
+        response = self._stream_handle.generate.remote(
+            prompt, sampling, hints, stop=stop, cache_salt=cache_salt, min_weight_version=min_weight_version
+        )
         stream = HandleStream(response, timeout_s=self._timeout_s)
         try:
             async for event in stream:
@@ -56,11 +60,13 @@ class Pitstop:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        min_weight_version: int | None = None,
         max_concurrent: int = MAX_CONCURRENT,
     ) -> list[Completion | PitstopError]:
         """Gives one output for each prompt, in their order; a prompt that fails gives its own error.
 
-        sampling is one for all, or one for each. A full queue is waited for, up to the timeout of this object.
+        sampling is one for all, or one for each; min_weight_version is as in `generate`. A full queue is waited for, up
+        to the timeout of this object.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one text; give a list of prompts")
@@ -72,7 +78,7 @@ class Pitstop:
         async def complete(prompt: Prompt, params: SamplingParams | None) -> Completion | PitstopError:
             async with places:
                 try:
-                    return await self._complete(prompt, params, stop)
+                    return await self._complete(prompt, params, stop, min_weight_version)
                 except PitstopError as error:
                     return error
 
@@ -114,12 +120,19 @@ class Pitstop:
         """Gives the ids of a prompt, chat template included."""
         return await call(self._handle.tokenize.remote(prompt), timeout_s=self._timeout_s, whom="the router")
 
-    async def _complete(self, prompt: Prompt, sampling: SamplingParams | None, stop: str | Sequence[str]) -> Completion:
+    async def _complete(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        stop: str | Sequence[str],
+        min_weight_version: int | None,
+    ) -> Completion:
         retry_s = FIRST_RETRY_S
         give_up_at = asyncio.get_running_loop().time() + self._timeout_s
         while True:
             try:
-                return join_events([event async for event in self.generate(prompt, sampling, stop=stop)])
+                events = self.generate(prompt, sampling, stop=stop, min_weight_version=min_weight_version)
+                return join_events([event async for event in events])
             except QueueFull:
                 if asyncio.get_running_loop().time() + retry_s > give_up_at:
                     raise

@@ -9,6 +9,7 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── ReplicaLost                     the replica died while it answered
 ├── GenerationFailed                the engine gave this one request up
 ├── DeadlineExceeded                the request took longer than `limits.request_timeout_s`
+├── WeightVersionUnavailable        the least weight version asked for is not served yet
 └── WeightsError                    engine.errors
     ├── VersionUnavailable          the version to go back to is not in the history, or its weights are gone
     └── ManifestError               the manifest of committed versions cannot be read or written
@@ -67,6 +68,10 @@ class DeadlineExceeded(PitstopError):
     """The request was cancelled because it took too long."""
 
 
+class WeightVersionUnavailable(PitstopError):
+    """The least weight version that the request accepts is not served yet; the message says which one is."""
+
+
 class VersionUnavailable(WeightsError):
     """There is no going back to this version; the message says why."""
 
@@ -109,6 +114,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     ReplicaLost: ErrorRule(503, "server_error", "replica_lost"),
     GenerationFailed: ErrorRule(500, "server_error", "generation_failed"),
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
+    WeightVersionUnavailable: ErrorRule(409, "invalid_request_error", "weight_version_unavailable"),
     VersionUnavailable: ErrorRule(409, "invalid_request_error", "version_unavailable"),
     ManifestError: ErrorRule(500, "server_error", "manifest_error"),
     ManifestTaken: ErrorRule(409, "invalid_request_error", "manifest_taken"),

@@ -35,6 +35,7 @@ def _one_prompt(value: Any) -> Any:
 
 InFlight = Literal["keep", "recompute", "abort"]
 WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_S)]
+WeightVersion = Annotated[int, Field(ge=1, lt=2**63)]
 Prompt = Annotated[str | list[int], BeforeValidator(_one_prompt)]
 
 
@@ -86,7 +87,8 @@ class StreamOptions(RequestModel):
 class GenerationRequest(SamplingFields, ABC):
     """What chat and completions have in common. null means the default, as clients expect.
 
-    Extensions: those of `SamplingFields`, return_token_ids, cache_salt, session_id. user is the tenant.
+    Extensions: those of `SamplingFields`, return_token_ids, cache_salt, session_id, min_weight_version (the least
+    version of the weights that may answer). user is the tenant.
     """
 
     model: str
@@ -95,6 +97,7 @@ class GenerationRequest(SamplingFields, ABC):
     return_token_ids: bool | None = None
     cache_salt: Label | None = None
     session_id: Label | None = None
+    min_weight_version: WeightVersion | None = None
     user: Label | None = None
 
     @model_validator(mode="after")

@@ -64,12 +64,13 @@ class Router:
         *,
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
+        min_weight_version: int | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
 
         The first event has the ids of the prompt; the last one, alone, has a finish reason. Cancelling the stream ends
-        the request. Raises the refusals of the engine before the first event, QueueFull, NoReplica, ReplicaLost,
-        DeadlineExceeded, and GenerationFailed after the tokens that came before.
+        the request. Raises the refusals of the engine before the first event, QueueFull, WeightVersionUnavailable,
+        NoReplica, ReplicaLost, DeadlineExceeded, and GenerationFailed after the tokens that came before.
         """
         ask = Ask(
             prompt_ids=await self._service.prompt_ids(prompt),
@@ -77,6 +78,7 @@ class Router:
             hints=hints or WorkloadHints(),
             rules=TextRules((stop,) if isinstance(stop, str) else tuple(stop)),
             cache_salt=cache_salt,
+            min_weight_version=min_weight_version,
         )
         generation = await self._service.open(ask)
         try:

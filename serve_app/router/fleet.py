@@ -10,6 +10,7 @@ from engine import PitstopError
 from serve_app.broadcast import call_all
 from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, RollbackRequest, SwapRequest, SwapResult
 from serve_app.router.handle_stream import HandleStream, call
+from serve_app.router.version_watch import FleetVersions, VersionWatch
 from serve_app.settings import AppSettings
 
 ANSWER_TIMEOUT_S = 5.0
@@ -44,10 +45,16 @@ class Fleet:
         self._swap_timeout_s = settings.weights.stage_timeout_s + settings.weights.commit_timeout_s + SWAP_MARGIN_S
         self._limits: ModelLimits | None = None
         self._last_committed: CommittedWeights | None = None
+        self._version_watch = VersionWatch(self.status)
 
-    def generate(self, request: GenerateRequest) -> HandleStream:
-        """Opens the stream of a request at the replica that routing chooses."""
-        return HandleStream(self._stream_engine.generate.remote(request), timeout_s=self._request_timeout_s)
+    def generate(self, request: GenerateRequest, *, asked_at: float | None = None) -> HandleStream:
+        """Opens the stream of a request at the replica that routing chooses; its time counts from asked_at, or now."""
+        stream = self._stream_engine.generate.remote(request)
+        return HandleStream(stream, timeout_s=self._request_timeout_s, opened_at=asked_at)
+
+    async def versions(self) -> FleetVersions:
+        """Gives the weight versions that are served; those who ask together share one question."""
+        return await self._version_watch.look()
 
     async def probe(self) -> int:
         """Gives the weight version of some engine replica; raises NoReplica when none answers."""

@@ -3,16 +3,28 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Protocol
 
 from engine import FinishReason, WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.protocol.errors import GenerationFailed
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, Piece
-from serve_app.router.handle_stream import HandleStream
 
 PROBE_AFTER_S = 5.0
 """A request that has no token by then may wait for a replica that does not exist; the fleet is asked for a sign."""
+
+
+class TokenEvents(Protocol):
+    """Where the events of one request come from."""
+
+    async def __anext__(self) -> TokenEvent:
+        """Gives the next event; raises errors of the project only."""
+        ...
+
+    def close(self) -> None:
+        """Ends the request in the engine unless it has ended; may be called at any time and more than once."""
+        ...
 
 
 class Generation:
@@ -22,7 +34,7 @@ class Generation:
     pieces; the last one has a finish reason. Whoever made it calls `close`, in every case.
     """
 
-    def __init__(self, events: HandleStream, answer: Answer) -> None:
+    def __init__(self, events: TokenEvents, answer: Answer) -> None:
         self._events = events
         self._first: TokenEvent | None = None
         self._failure: str | None = None

@@ -24,11 +24,20 @@ class HandleStream:
     end. It may be called at any time and more than once, and does nothing after the last event.
     """
 
-    def __init__(self, stream: DeploymentResponseGenerator[TokenEvent], *, timeout_s: float) -> None:
-        """Takes a stream just opened; has to be called in the event loop that reads it."""
+    def __init__(
+        self,
+        stream: DeploymentResponseGenerator[TokenEvent],
+        *,
+        timeout_s: float,
+        opened_at: float | None = None,
+    ) -> None:
+        """Takes a stream just opened; has to be called in the event loop that reads it.
+
+        timeout_s counts from opened_at, a time of that loop; None is now.
+        """
         self._stream = stream
         self._timeout_s = timeout_s
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._deadline = (asyncio.get_running_loop().time() if opened_at is None else opened_at) + timeout_s
         self._is_over = False
 
     def __aiter__(self) -> "HandleStream":

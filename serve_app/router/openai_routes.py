@@ -153,6 +153,7 @@ def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationServ
         hints=body.hints(),
         rules=rules,
         cache_salt=body.cache_salt,
+        min_weight_version=body.min_weight_version,
     )
 
 

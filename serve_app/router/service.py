@@ -14,7 +14,8 @@ from serve_app.protocol.requests import Conversation, Message
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.fleet import Fleet
-from serve_app.router.generation import Generation
+from serve_app.router.generation import Generation, TokenEvents
+from serve_app.router.versioned_stream import VersionedStream
 from serve_app.settings import AppSettings
 from serve_app.text import Tokenizer
 
@@ -34,6 +35,7 @@ class Ask:
     hints: WorkloadHints = field(default_factory=WorkloadHints)
     rules: TextRules = field(default_factory=TextRules)
     cache_salt: str | None = None
+    min_weight_version: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -45,6 +47,7 @@ class Ask:
         # An empty stop string would end every answer before it begins.
         if not all(isinstance(stop, str) and stop for stop in self.rules.stop_strings):
             raise InvalidRequest(f"stop is {shorten(self.rules.stop_strings)}; it must hold non-empty strings", "stop")
+        _check_version("min_weight_version", self.min_weight_version)
 
 
 class GenerationService:
@@ -82,8 +85,15 @@ class GenerationService:
                 num_requests=1,
             ),
             cache_salt=ask.cache_salt,
+            min_weight_version=ask.min_weight_version,
         )
-        return Generation(self.fleet.generate(request), Answer(self.tokenizer, ask.rules))
+        return Generation(self._events(request), Answer(self.tokenizer, ask.rules))
+
+    def _events(self, request: GenerateRequest) -> TokenEvents:
+        if request.min_weight_version is None:
+            return self.fleet.generate(request)
+        limits = self._settings.limits
+        return VersionedStream(self.fleet, request, wait_s=min(limits.version_wait_s, limits.request_timeout_s))
 
     async def prime(self, generation: Generation) -> None:
         """Waits for a place and the first token; raises whatever refuses the request."""
@@ -113,3 +123,9 @@ class GenerationService:
         if sum(len(message["content"]) for message in plain) <= INLINE_CHARACTERS:
             return self.tokenizer.encode_chat(plain)
         return await asyncio.to_thread(self.tokenizer.encode_chat, plain)
+
+
+def _check_version(name: str, version: object) -> None:
+    """Raises InvalidRequest for what came over a handle and is no version."""
+    if version is not None and (type(version) is not int or version < 1):
+        raise InvalidRequest(f"{name} is {shorten(version)}; it must be a weight version, 1 or more", name)

@@ -21,7 +21,7 @@ from serve_app.messages import (
     SwapResult,
     TokenEvent,
 )
-from serve_app.protocol.errors import VersionUnavailable
+from serve_app.protocol.errors import VersionUnavailable, WeightVersionUnavailable
 
 EOS_ID = 0
 MAX_MODEL_LEN = 200
@@ -32,9 +32,15 @@ class FakeEngine:
     def __init__(self) -> None:
         self._open: set[str] = set()
         self._never = asyncio.Event()
+        self._version = 1
+
+    async def set_version(self, version: int) -> None:
+        self._version = version
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         refuse(request.cache_salt)
+        if not request.accepts(self._version):
+            raise WeightVersionUnavailable(f"this replica serves weight version {self._version}")
         self._open.add(request.request_id)
         try:
             if request.cache_salt == "silent":
@@ -116,7 +122,7 @@ class FakeController:
 
     async def status(self) -> FleetStatus:
         history = [CommittedVersion(self._version, label="base", committed_at="now", requested_by="me")]
-        return FleetStatus(await self.committed(), [ReplicaReport("fake", 1, "ready")], history=history)
+        return FleetStatus(await self.committed(), [ReplicaReport("fake", self._version, "ready")], history=history)
 
     async def committed(self) -> CommittedWeights:
         return CommittedWeights(self._version)

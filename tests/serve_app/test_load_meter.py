@@ -45,7 +45,10 @@ def test_work_is_tokens_over_speed_and_unmeasured_speeds_are_assumed() -> None:
 def test_an_idle_replica_repeats_itself_exactly() -> None:
     meter = LoadMeter(SETTINGS)
     idle = Load(0, 0, 123.456, 78.9)
-    first = meter.routing_stats(idle, is_fenced=False)
-    assert meter.routing_stats(idle, is_fenced=False) == first
-    assert meter.routing_stats(idle, is_fenced=True)["reported_at"] > first["reported_at"]
-    assert meter.routing_stats(Load(5, 0), is_fenced=True)["prefill_tokens"] == 5
+    first = meter.routing_stats(idle, is_fenced=False, weight_version=1)
+    assert meter.routing_stats(idle, is_fenced=False, weight_version=1) == first
+    fenced = meter.routing_stats(idle, is_fenced=True, weight_version=1)
+    assert fenced["reported_at"] > first["reported_at"]
+    swapped = meter.routing_stats(idle, is_fenced=True, weight_version=2)
+    assert (swapped["weight_version"], swapped["reported_at"] > fenced["reported_at"]) == (2, True)
+    assert meter.routing_stats(Load(5, 0), is_fenced=True, weight_version=2)["prefill_tokens"] == 5

@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     usual = AppSettings(model=str(folder), served_model_name="tiny", admin_key_file=str(key_file))
-    limits: Any = {"max_queued_requests": 1, "request_timeout_s": 2, "max_body_bytes": 1024}
+    limits: Any = {"max_queued_requests": 1, "request_timeout_s": 2, "version_wait_s": 0, "max_body_bytes": 1024}
     small = AppSettings(model=str(folder), served_model_name="tiny", limits=limits)
     serve.run(Router.bind(usual, FakeEngine.bind(), FakeController.bind()), name="pitstop", route_prefix="/")
     serve.run(Router.bind(small, FakeEngine.bind(), FakeController.bind()), name="small", route_prefix="/small")
@@ -190,6 +190,9 @@ async def test_the_official_client_works_unchanged(server: Server) -> None:
     ("/v1/completions", completion(**{"top-k": 1}), 400, "invalid_request", "top-k"),
     ("/v1/completions", completion(cache_salt="full"), 429, "queue_full", None),
     ("/v1/completions", completion(cache_salt="bug"), 500, "internal_error", None),
+    ("/v1/completions", completion(min_weight_version=0), 400, "invalid_request", "min_weight_version"),
+    ("/small/v1/chat/completions", chat(min_weight_version=7), 409, "weight_version_unavailable", None),
+    ("/small/v1/completions", completion(min_weight_version=7), 409, "weight_version_unavailable", None),
     ("/v1/unknown", {}, 404, "unknown_url", None),
     ("/v1/models", {}, 405, "unknown_url", None),
     ("/small/v1/completions", completion("x" * 2000), 413, "body_too_large", None),
@@ -365,6 +368,7 @@ async def test_a_batch_keeps_its_order_and_a_bad_prompt_fails_alone(pitstop: Pit
 @pytest.mark.parametrize(("prompt", "fields", "param"), [
     (None, {}, "prompt"), ([], {}, "prompt"), ([{"role": "robot", "content": ""}], {}, "messages[0].role"),
     ("a", {"stop": [""]}, "stop"), ("a", {"sampling": {"top_k": 1}}, "sampling"), ("a", {"hints": 3}, "hints"),
+    ("a", {"min_weight_version": "2"}, "min_weight_version"), ("a", {"min_weight_version": 0}, "min_weight_version"),
 ])  # fmt: skip
 async def test_a_handle_refuses_what_it_cannot_use(
     pitstop: Pitstop, prompt: Any, fields: dict[str, Any], param: str
@@ -372,6 +376,28 @@ async def test_a_handle_refuses_what_it_cannot_use(
     with pytest.raises(InvalidRequest) as caught:
         _ = [event async for event in pitstop.generate(prompt, **fields)]
     assert caught.value.param == param
+
+
+async def test_a_request_waits_for_the_least_version_it_asks_for(http: httpx.AsyncClient, pitstop: Pitstop) -> None:
+    engine = serve.get_deployment_handle("FakeEngine", "pitstop")
+    controller = serve.get_deployment_handle("FakeController", "pitstop")
+    body = completion(min_weight_version=2)
+    waiting = asyncio.gather(
+        http.post("/v1/completions", json=body),
+        sse(http, "/v1/completions", body),
+        pitstop.generate_batch([PROMPT], min_weight_version=2),
+    )
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done
+    await engine.set_version.remote(2)
+    await controller.set_committed.remote(2)
+    plain, events, (output,) = await waiting
+    await engine.set_version.remote(1)
+    await controller.set_committed.remote(1)
+    assert plain.json()["choices"][0]["text"] == PROMPT
+    assert "".join(event["choices"][0]["text"] for event in events[:-1]) == PROMPT
+    assert isinstance(output, Completion)
+    assert output.text == PROMPT
 
 
 async def test_leaving_a_handle_stream_ends_the_request(pitstop: Pitstop) -> None:

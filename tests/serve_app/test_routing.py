@@ -16,12 +16,16 @@ from serve_app.messages import GenerateRequest
 from serve_app.routing import DEFAULT_EXPECTED_TOKENS, ReplicaLoad, Work, WorkRouter, expected_work, score
 
 
-def request(*, prompt: int = 10, limit: int | None = 20, expected: int = 0) -> GenerateRequest:
+def request(
+    *, prompt: int = 10, limit: int | None = 20, expected: int = 0, least: int | None = None, pin: int | None = None
+) -> GenerateRequest:
     return GenerateRequest(
         request_id="r",
         prompt_ids=[1] * prompt,
         sampling=SamplingParams(max_new_tokens=limit),
         hints=WorkloadHints(expected_generated_length=expected),
+        min_weight_version=least,
+        weight_version=pin,
     )
 
 
@@ -149,6 +153,28 @@ async def test_fenced_replicas_are_not_offered_and_all_fenced_means_wait() -> No
     assert await router.choose_replicas([fenced], order) == []
     assert order.routing_context.should_backoff
     assert routing_state.COUNTS.waited == waited + 1
+
+
+@pytest.mark.parametrize(("wish", "expected"), [
+    ({}, {"old", "new", "fenced", "silent"} - {"fenced"}), ({"least": 3}, {"new"}), ({"least": 2}, {"old", "new"}),
+    ({"pin": 2}, {"old"}), ({"pin": 3}, {"new"}), ({"least": 3, "pin": 3}, {"new"}),
+])  # fmt: skip
+async def test_a_request_goes_to_the_weights_it_accepts(wish: dict[str, int], expected: set[str]) -> None:
+    replicas: list[Any] = [
+        Replica("old", {"weight_version": 2}),
+        Replica("new", {"weight_version": 3, "decode_tokens": 10**6}),
+        Replica("fenced", {"weight_version": 3, "is_fenced": True}),
+        Replica("silent"),
+    ]
+    assert set(names(await Router().choose_replicas(replicas, pending(request(**wish))))) == expected
+
+
+@pytest.mark.parametrize("wish", [{"least": 4}, {"pin": 1}])
+async def test_a_wish_nobody_fulfils_is_left_to_a_replica_to_refuse(wish: dict[str, int]) -> None:
+    replicas: list[Any] = [Replica("a", {"weight_version": 3}), Replica("b", {"weight_version": 3, "is_fenced": True})]
+    order = pending(request(**wish))
+    assert names(await Router().choose_replicas(replicas, order)) == ["a"]
+    assert order.routing_context.should_backoff
 
 
 async def test_equal_replicas_share_the_requests() -> None:
