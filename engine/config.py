@@ -71,8 +71,8 @@ class ContinuousBatchingConfig:
     per_request_processors: accept sampling keywords in `add_request(**logit_processor_kwargs)`.
     drop_unsupported_processors: generate without the processors that a model's class adds and that are not of
         transformers, with a warning that names them; False refuses such a model.
-    pack_weights: (ours) on a CPU in float32, keep a second copy of the linear weights in the layout oneDNN multiplies
-        few rows with fastest; None does where the copies take at most a quarter of free memory.
+    pack_weights: (ours) on a CPU in float32, keep a second copy of the linear weights in the layout that they are
+        multiplied fastest in; None does where the copies take at most a quarter of free memory.
     """
 
     page_size: int = Field(default=256, ge=4)

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from engine.attention.cpu import load_kernels
+from engine.packed_weights import PackedWeights
 from engine.stand_ins import StandIn, has_own_forward
 
 ROTATION = "apply_rotary_pos_emb"
@@ -31,8 +32,10 @@ Maker = Callable[[nn.Module], Callable[..., Any]]
 """Gives the stand-in of a module."""
 
 
-def fuse_layers(model: PreTrainedModel) -> list[StandIn]:
+def fuse_layers(model: PreTrainedModel, packed: PackedWeights | None = None) -> list[StandIn]:
     """Gives the stand-ins for a model's modules; none unless it is float32 on a CPU, and whole.
+
+    packed: what the model's linear layers compute with, where there is something.
 
     The first time on a machine takes some seconds, for compiling.
     """
@@ -48,7 +51,7 @@ def fuse_layers(model: PreTrainedModel) -> list[StandIn]:
             # The layers of a model are alike, so one of each kind is tried.
             likeness = _likeness(module)
             if likeness not in makers:
-                makers[likeness] = _maker(module, kernels)
+                makers[likeness] = _maker(module, kernels, packed)
             maker = makers[likeness]
             if maker is not None:
                 stand_ins.append((module, maker(module)))
@@ -64,12 +67,12 @@ def _likeness(module: nn.Module) -> object:
     return type(module), tuple(sorted((settings | {"layer_idx": None}).items())), shapes, children
 
 
-def _maker(module: nn.Module, kernels: Kernels) -> Maker | None:
+def _maker(module: nn.Module, kernels: Kernels, packed: PackedWeights | None) -> Maker | None:
     own = _without_deprecation(type(module).forward)
     if type(module).__name__.endswith("RMSNorm"):
         return _norm(module, kernels)
     if {name for name, _ in module.named_children()} == MLP_PARTS:
-        return _gated(module, kernels)
+        return _gated(module, kernels, packed)
     if inspect.isfunction(own) and own.__closure__ is None and ROTATION in own.__code__.co_names:
         return _rotating(own, kernels)
     return None
@@ -107,13 +110,15 @@ def _with_weight_of(normalize: Callable[..., Tensor], module: Any) -> Callable[[
     return lambda rows: normalize(rows, weight_D=module.weight)
 
 
-def _gated(module: Any, kernels: Kernels) -> Maker | None:
+def _gated(module: Any, kernels: Kernels, packed: PackedWeights | None) -> Maker | None:
     if not isinstance(module.gate_proj, nn.Linear):
         return None
 
     def forward(its: Any, rows: Tensor) -> Tensor:
-        gated = its.gate_proj(rows)
-        kernels.gate(_matrix(gated), _matrix(its.up_proj(rows)))
+        gated = None if packed is None else packed.gated(rows, its.gate_proj, its.up_proj)
+        if gated is None:
+            gated = its.gate_proj(rows)
+            kernels.gate(_matrix(gated), _matrix(its.up_proj(rows)))
         out: Tensor = its.down_proj(gated)
         return out
 

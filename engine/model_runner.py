@@ -66,7 +66,7 @@ class ModelRunner:
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         # The compiler would have to compile them anew in each step, and fuses by itself.
         self._stand_ins = (
-            fuse_layers(model) + (packed.stand_ins() if packed is not None else []) if compiling is None else []
+            fuse_layers(model, packed) + (packed.stand_ins() if packed is not None else []) if compiling is None else []
         )
         self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)

@@ -1,7 +1,7 @@
-"""Second copies of a model's linear weights on a CPU, in the layout that oneDNN multiplies fewer rows with fastest.
+"""Second copies of a model's linear weights on a CPU, in the layout that products read them in.
 
 A product of few rows reads the weights once and spends as much on bringing them into the kernel's order as on the
-product itself: packed beforehand, 16 rows take two thirds of the time and the vocabulary's product half of it.
+product itself: packed beforehand, 16 rows take half of the time.
 """
 
 import logging
@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,9 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from engine.errors import InvalidRequest
+from engine.products import Products, find_products
 from engine.stand_ins import StandIn, has_own_forward
 
-MAX_ROWS = 256
-"""With more rows than this the plain product is as fast."""
-MAX_ROWS_OF_ONE_THREAD = 32
-"""Likewise where one thread computes it: the plain product suffers most from being divided."""
-WIDE = 8
-"""A layer that widens its input so much, a vocabulary's, gains with one thread too."""
 FREE_SHARE = 0.25
 """Of free memory, what the copies may take unasked. A swap holds them twice for its length, as it holds the weights."""
 
@@ -35,7 +31,7 @@ class _Packed:
     """source is held so that its address cannot become another tensor's while this copy is there."""
 
     source: Tensor
-    weight: Tensor
+    weight: Any
 
 
 class PackedWeights:
@@ -45,9 +41,11 @@ class PackedWeights:
     with that, plainly, until `refresh`. Only values changed in place need to be told, by `refresh(all_of_them=True)`.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, products: Products) -> None:
         """Packs nothing yet: `refresh` does."""
+        self._products = products
         self._layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
+        self._ids = set(map(id, self._layers))
         self._packed: dict[int, _Packed] = {}
         self._lock = threading.Lock()
         """Held while `_packed` is exchanged for another: it is read without."""
@@ -71,7 +69,7 @@ class PackedWeights:
             for layer in self._layers:
                 address = layer.weight.data_ptr()
                 if address not in packed:
-                    packed[address] = known.get(address) or _pack(layer.weight)
+                    packed[address] = known.get(address) or self._pack(layer.weight)
             self._packed = packed
         logger.debug("weights packed layers=%d took_s=%.3f", len(self._layers), perf_counter() - started)
         return before
@@ -83,7 +81,7 @@ class PackedWeights:
         """
         weights = {id(layer.weight) for layer in self._layers}
         spares = {spare.data_ptr(): spare for held, spare in pairs if id(held) in weights}
-        fresh = {address: _pack(spare) for address, spare in spares.items() if address not in self._packed}
+        fresh = {address: self._pack(spare) for address, spare in spares.items() if address not in self._packed}
         with self._lock:
             self._packed = self._packed | fresh
 
@@ -91,18 +89,33 @@ class PackedWeights:
         """Gives what the layers are to compute with."""
         return [(layer, self._forward_of(layer)) for layer in self._layers]
 
-    def _forward_of(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
-        is_wide = layer.out_features >= WIDE * layer.in_features
-        max_rows = MAX_ROWS if is_wide or torch.get_num_threads() > 1 else MAX_ROWS_OF_ONE_THREAD
+    def gated(self, rows: Tensor, gate: nn.Module, up: nn.Module) -> Tensor | None:
+        """Gives SiLU of what one layer computes times what the other does, in one pass; None where that cannot be."""
+        both = [self._bare(layer) for layer in (gate, up)]
+        if both[0] is None or both[1] is None:
+            return None
+        return self._products.multiply_gated(rows, both[0].weight, both[1].weight, len(both[0].source))
 
+    def _bare(self, layer: Any) -> _Packed | None:
+        """The copy of a layer that is its weight and nothing else, and that nobody listens to."""
+        if id(layer) not in self._ids or layer.bias is not None:
+            return None
+        has_hooks = layer._forward_hooks or layer._forward_pre_hooks
+        return None if has_hooks else self._packed.get(layer.weight.data_ptr())
+
+    def _forward_of(self, layer: nn.Linear) -> Callable[[Tensor], Tensor]:
         def forward(rows: Tensor) -> Tensor:
             packed = self._packed.get(layer.weight.data_ptr())
-            if packed is None or rows.numel() > max_rows * rows.shape[-1]:
+            if packed is None:
                 return functional.linear(rows, layer.weight, layer.bias)
-            out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed.weight, layer.bias, "none", [], "")
-            return out
+            return self._products.multiply(rows, layer, packed.weight)
 
         return forward
+
+    def _pack(self, weight: Tensor) -> _Packed:
+        with torch.inference_mode():
+            source = weight.detach()
+            return _Packed(source, self._products.pack(source))
 
 
 def pack_weights(
@@ -114,17 +127,17 @@ def pack_weights(
     """
     if wanted is False:
         return None
-    obstacle = None
+    obstacle, products = None, None
     if model.device.type != "cpu" or model.dtype != torch.float32:
         obstacle = f"it is for float32 on a CPU, and this model is {model.dtype} on {model.device.type}"
-    elif not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        obstacle = "this build of torch has no oneDNN"
     elif is_compiled:
         obstacle = "torch.compile compiles the layers that it would replace"
     elif getattr(model, "tp_size", None):
         obstacle = "the model is cut over tensor parallel ranks"
-    if obstacle is None:
-        packed = PackedWeights(model)
+    elif (products := find_products()) is None:
+        obstacle = "this build of torch has no oneDNN, and this processor no AVX2"
+    if obstacle is None and products is not None:
+        packed = PackedWeights(model, products)
         return packed if wanted or packed.size_bytes <= free_bytes * FREE_SHARE else None
     if wanted:
         raise InvalidRequest(f"pack_weights=True cannot be had: {obstacle}; leave it at None", "pack_weights")
@@ -134,9 +147,3 @@ def pack_weights(
 def _can_pack(layer: nn.Linear) -> bool:
     # A subclass may compute something else, and a layer whose own forward was replaced does.
     return type(layer) is nn.Linear and not has_own_forward(layer) and layer.weight.dtype == torch.float32
-
-
-def _pack(weight: Tensor) -> _Packed:
-    with torch.inference_mode():
-        source = weight.detach()
-        return _Packed(source, torch.ops.mkldnn._reorder_linear_weight(source, MAX_ROWS))

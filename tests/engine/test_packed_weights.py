@@ -8,10 +8,14 @@ import torch
 from engine_runs import DEADLINE_S, greedy, prompt_of, run_all, running
 from tiny_models import SUPPORTED, tiny_model
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from engine import ContinuousBatchingManager, InvalidRequest, StagedWeights, stage_weights
-from engine.packed_weights import MAX_ROWS, PackedWeights, pack_weights
+from engine.fused_layers import fuse_layers
+from engine.matrix_tiles import HEIGHT, IS_SUPPORTED, PANEL
+from engine.packed_weights import PackedWeights, pack_weights
+from engine.products import ONE_DNN_MAX_ROWS, OneDnnProducts, PanelProducts, Products, find_products
 from engine.stand_ins import in_use
 
 PROMPTS = [prompt_of(length, seed=4) for length in (3, 20, 45)]
@@ -29,8 +33,18 @@ def logits_of(model: PreTrainedModel, num_tokens: int = 12) -> Tensor:
     return logits
 
 
-def packed_of(model: PreTrainedModel) -> PackedWeights:
-    packed = PackedWeights(model)
+@pytest.fixture(params=[OneDnnProducts, PanelProducts])
+def products(request: Any) -> Products:
+    if request.param is PanelProducts and not IS_SUPPORTED:
+        pytest.skip("this processor has no way of ours")
+    found: Products = request.param()
+    return found
+
+
+def packed_of(model: PreTrainedModel, products: Products | None = None) -> PackedWeights:
+    products = products or find_products()
+    assert products is not None
+    packed = PackedWeights(model, products)
     packed.refresh()
     return packed
 
@@ -42,9 +56,9 @@ def staged(model: PreTrainedModel, folder: Path, *, seed: int) -> tuple[StagedWe
 
 
 @pytest.mark.parametrize("family", SUPPORTED)
-def test_every_family_computes_the_same(family: str) -> None:
+def test_every_family_computes_the_same(family: str, products: Products) -> None:
     model = tiny_model(family)
-    packed = packed_of(model)
+    packed = packed_of(model, products)
     expected = logits_of(model)
     with in_use(packed.stand_ins()):
         found = logits_of(model)
@@ -52,14 +66,54 @@ def test_every_family_computes_the_same(family: str) -> None:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("num_tokens", [1, 2, 32, 33, MAX_ROWS, MAX_ROWS + 1])
-def test_any_number_of_rows_goes(num_tokens: int, num_threads: int) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 2, HEIGHT, HEIGHT + 1, 32, 33, ONE_DNN_MAX_ROWS, ONE_DNN_MAX_ROWS + 1])
+def test_any_number_of_rows_goes(num_tokens: int, num_threads: int, products: Products) -> None:
     torch.set_num_threads(num_threads)
     model = tiny_model("llama")
-    packed = packed_of(model)
+    packed = packed_of(model, products)
     expected = logits_of(model, num_tokens)
     with in_use(packed.stand_ins()):
         torch.testing.assert_close(logits_of(model, num_tokens), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_columns", [1, PANEL - 1, PANEL, 3 * PANEL + 5])
+@pytest.mark.parametrize("width", [1, 7, 512, 513, 1_700])
+@pytest.mark.parametrize("num_rows", [0, 1, HEIGHT, 2 * HEIGHT + 1])
+def test_layers_of_any_shape_are_multiplied(num_rows: int, width: int, num_columns: int, products: Products) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for has_bias in (False, True):
+            layer = nn.Linear(width, num_columns, bias=has_bias)
+            rows = torch.randn(1, num_rows, width)
+            found = products.multiply(rows, layer, products.pack(layer.weight))
+            torch.testing.assert_close(found, layer(rows), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_columns", [1, PANEL, 2 * PANEL + 5])
+@pytest.mark.parametrize("num_rows", [0, 1, HEIGHT + 2])
+def test_a_gate_and_its_partner_are_multiplied_at_once(num_rows: int, num_columns: int, products: Products) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        gate_NK, up_NK = torch.randn(2, num_columns, 600) / 25
+        rows = 3 * torch.randn(1, num_rows, 600)
+        found = products.multiply_gated(rows, products.pack(gate_NK), products.pack(up_NK), num_columns)
+        if isinstance(products, OneDnnProducts):
+            assert found is None
+        else:
+            expected = functional.silu(rows @ gate_NK.T) * (rows @ up_NK.T)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_somebody_who_listens_to_a_layer_hears_it() -> None:
+    model: Any = tiny_model("llama")
+    packed = packed_of(model)
+    stand_ins = fuse_layers(model, packed) + packed.stand_ins()
+    heard: list[Tensor] = []
+    mlp = model.model.layers[1].mlp
+    mlp.up_proj.register_forward_hook(lambda *told: heard.append(told[-1]))
+    with in_use(stand_ins):
+        logits_of(model)
+    assert len(heard) == 1
 
 
 def test_the_model_is_its_owners_again_after_each_use() -> None:
@@ -81,12 +135,13 @@ def test_a_layer_with_a_way_of_its_own_is_left_alone() -> None:
     doubling = Doubling(64, 96, bias=False)
     doubling.load_state_dict(mlp.up_proj.state_dict())
     mlp.up_proj = doubling
-    mlp.gate_proj.forward = lambda rows: rows @ mlp.gate_proj.weight.T * 3
+    other: Any = model.model.layers[1].mlp
+    other.gate_proj.forward = lambda rows: rows @ other.gate_proj.weight.T * 3
     packed = packed_of(model)
     expected = logits_of(model)
-    with in_use(packed.stand_ins()):
+    with in_use(fuse_layers(model, packed) + packed.stand_ins()):
         torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=1e-4)
-    assert "forward" in vars(mlp.gate_proj)
+    assert "forward" in vars(other.gate_proj)
 
 
 def test_a_tensor_that_took_the_place_of_a_weight_is_what_counts() -> None:
@@ -102,9 +157,9 @@ def test_a_tensor_that_took_the_place_of_a_weight_is_what_counts() -> None:
             torch.testing.assert_close(logits_of(model), logits_of(new), rtol=1e-4, atol=1e-4)
 
 
-def test_a_swap_finds_its_copies_made(tmp_path: Path) -> None:
+def test_a_swap_finds_its_copies_made(tmp_path: Path, products: Products) -> None:
     model = tiny_model("llama")
-    packed = packed_of(model)
+    packed = packed_of(model, products)
     weights, new = staged(model, tmp_path, seed=5)
     packed.prepare(weights.pairs)
     weights.commit()
@@ -154,7 +209,7 @@ def test_the_old_weights_are_not_kept_by_their_copies(tmp_path: Path) -> None:
 
 def test_copies_that_take_much_of_the_memory_are_made_when_asked_for() -> None:
     model = tiny_model("llama")
-    size = PackedWeights(model).size_bytes
+    size = packed_of(model).size_bytes
     assert pack_weights(model, wanted=None, free_bytes=4 * size) is not None
     assert pack_weights(model, wanted=None, free_bytes=4 * size - 4) is None
     assert pack_weights(model, wanted=True, free_bytes=size) is not None

@@ -1,0 +1,93 @@
+"""Products of rows and a layer's weights on a CPU, near what it can multiply from a few rows on.
+
+Each thread takes panels of weights and multiplies all rows with one before it goes to the next: a panel stays in the
+second level of the processor's cache, and the weights come from memory once.
+
+All arrays are float32 and contiguous. Shapes: M rows, K their width, N columns; P panels of PANEL columns, L = PANEL.
+"""
+
+import numpy as np
+from numba import prange
+
+from engine.jit import compiled, exponential
+from engine.matrix_tiles import HEIGHT, PANEL, add_tile
+
+DEPTH = 512
+"""Of K at once, at most: so much of a panel and of a tile's rows stays near, and sums of sums round less."""
+
+
+def prepare() -> None:
+    """Compiles the kernels, or loads what was compiled before."""
+    rows_MK, panels_PKL, out_MN = (
+        np.ones((1, 1), np.float32),
+        np.ones((1, 1, PANEL), np.float32),
+        np.ones((1, 1), np.float32),
+    )
+    multiply(rows_MK, panels_PKL, out_MN[0], out_MN, 1)
+    multiply_gated(rows_MK, panels_PKL, panels_PKL, out_MN, 1)
+
+
+@compiled(nogil=True, parallel=True)
+def multiply(
+    rows_MK: np.ndarray, panels_PKL: np.ndarray, bias_N: np.ndarray, out_MN: np.ndarray, num_threads: int
+) -> None:
+    """Writes the product plus the bias; a bias of no length is none."""
+    num_panels, (num_rows, num_columns) = len(panels_PKL), out_MN.shape
+    out = out_MN.reshape(-1)
+    num_parts = min(num_panels, num_threads)
+    for part in prange(num_parts):
+        for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
+            column = p * PANEL
+            if column + PANEL <= num_columns:
+                _fill(out, column, num_columns, num_rows, bias_N[column : column + PANEL])
+                _add_panel(rows_MK, panels_PKL[p], out, column, num_columns)
+            else:
+                whole = np.empty((num_rows, PANEL), np.float32)
+                _fill(whole.reshape(-1), 0, PANEL, num_rows, bias_N[column:])
+                _add_panel(rows_MK, panels_PKL[p], whole.reshape(-1), 0, PANEL)
+                out_MN[:, column:] = whole[:, : num_columns - column]
+
+
+@compiled(nogil=True, parallel=True)
+def multiply_gated(
+    rows_MK: np.ndarray, gate_PKL: np.ndarray, up_PKL: np.ndarray, out_MN: np.ndarray, num_threads: int
+) -> None:
+    """Writes x / (1 + e^-x) of the product with the gate, times the product with `up`."""
+    num_panels, (num_rows, num_columns) = len(gate_PKL), out_MN.shape
+    num_parts = min(num_panels, num_threads)
+    for part in prange(num_parts):
+        gate_ML, up_ML = np.empty((num_rows, PANEL), np.float32), np.empty((num_rows, PANEL), np.float32)
+        for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
+            gate_ML[:] = np.float32(0)
+            up_ML[:] = np.float32(0)
+            _add_panel(rows_MK, gate_PKL[p], gate_ML.reshape(-1), 0, PANEL)
+            _add_panel(rows_MK, up_PKL[p], up_ML.reshape(-1), 0, PANEL)
+            column = p * PANEL
+            for m in range(num_rows):
+                for n in range(min(PANEL, num_columns - column)):
+                    x = gate_ML[m, n]
+                    # e to a negative number alone, so that nothing overflows: 1 / (1 + e^-x) is e^x / (1 + e^x).
+                    e = exponential(-abs(x))
+                    share = (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
+                    out_MN[m, column + n] = x * share * up_ML[m, n]
+
+
+@compiled()
+def _fill(out: np.ndarray, at: int, step: int, num_rows: int, bias_L: np.ndarray) -> None:
+    for m in range(num_rows):
+        for n in range(PANEL):
+            out[at + m * step + n] = np.float32(0)
+        for n in range(len(bias_L)):
+            out[at + m * step + n] = bias_L[n]
+
+
+@compiled()
+def _add_panel(rows_MK: np.ndarray, panel_KL: np.ndarray, out: np.ndarray, at: int, step: int) -> None:
+    num_rows, width = rows_MK.shape
+    num_tiles, num_depths = (num_rows + HEIGHT - 1) // HEIGHT, (width + DEPTH - 1) // DEPTH
+    for d in range(num_depths):
+        first, depth = width * d // num_depths, width * (d + 1) // num_depths - width * d // num_depths
+        for tile in range(num_tiles):
+            # Tiles of about the same height: one of a single row is half as fast.
+            low, high = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
+            add_tile(rows_MK, low, panel_KL, first, depth, out, at + low * step, step, high - low)  # type: ignore[call-arg]
