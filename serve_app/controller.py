@@ -1,25 +1,36 @@
 """WeightController: the deployment that decides which weights the fleet serves; `fleet_weights` holds its logic."""
 
 import asyncio
+from collections.abc import Coroutine
+from contextvars import Context
+from dataclasses import replace
 from typing import Any
 
 from ray import serve
 
 from serve_app.broadcast import call_all
+from serve_app.buckets import load_bucket
 from serve_app.fleet_weights import FleetWeights
 from serve_app.messages import (
     CommittedWeights,
     FleetStatus,
     ReplicaReport,
     RollbackRequest,
+    SessionRequest,
+    SessionState,
+    StoreStatus,
     SwapRequest,
     SwapResult,
 )
 from serve_app.settings import AppSettings
+from serve_app.swap_sessions import SwapSessions
 from serve_app.uninterrupted import run_uninterrupted
 from serve_app.weight_history import WeightHistory
+from serve_app.weight_store import WeightStore
 
 ENGINE_DEPLOYMENT = "EngineReplica"
+EXPIRY_INTERVAL_S = 1.0
+"""Between two looks for leases that have run out; the shortest lease."""
 
 
 @serve.deployment(name="WeightController")
@@ -28,8 +39,9 @@ class WeightController:
 
     def __init__(self, settings: AppSettings) -> None:
         """Raises ManifestError, which keeps the application from starting, for a manifest that cannot be trusted."""
+        application = serve.get_replica_context().app_name
         history = WeightHistory(
-            application=serve.get_replica_context().app_name,
+            application=application,
             model=settings.model,
             folder=settings.weights.folder,
             num_earlier=settings.weights.history_versions,
@@ -37,18 +49,56 @@ class WeightController:
         self._weights = FleetWeights(
             settings.weights, history, call_all=_call_engines, count_running=_count_running_engines
         )
+        self._is_store_durable = settings.weights.is_store_durable
+        self._store = WeightStore(
+            settings.weights.store_folder(application), history_bytes=settings.weights.history_bytes
+        )
+        self._sessions = SwapSessions(
+            self._store, history, self._weights.swap, max_bytes=settings.weights.session_bytes
+        )
+        self._expiry: asyncio.Task[None] | None = None
 
     async def swap(self, request: SwapRequest) -> SwapResult:
         """Brings new weights to every replica, or to none; goes on to its end when the caller goes away."""
-        return await run_uninterrupted(self._weights.swap(request))
+        return await run_uninterrupted(self._and_prune(self._weights.swap(request)))
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
         """Brings an earlier version's weights to every replica, or to none, as a swap does."""
-        return await run_uninterrupted(self._weights.rollback(request))
+        return await run_uninterrupted(self._and_prune(self._weights.rollback(request)))
+
+    async def open_session(self, request: SessionRequest) -> SessionState:
+        """Opens a swap session for weights that come as tensors; see `SwapSessions`."""
+        if self._expiry is None:
+            # In an empty context, as Serve ends what a request has started together with the request.
+            self._expiry = asyncio.get_running_loop().create_task(self._expire_sessions(), context=Context())
+        return await run_uninterrupted(self._sessions.open(request))
+
+    async def put_bucket(self, session_id: str, sequence: int, box: list[Any]) -> SessionState:
+        """Writes a bucket that lies in Ray's object store: pieces of tensors, or named tensors.
+
+        box: its reference in a list, so that Serve hands on the reference.
+        """
+        return await run_uninterrupted(self._sessions.put(session_id, sequence, lambda: load_bucket(box[0])))
+
+    async def commit_session(self, session_id: str) -> SwapResult:
+        """Brings what a session has sent to every replica, or to none."""
+        return await self._sessions.commit(session_id)
+
+    async def abort_session(self, session_id: str) -> None:
+        """Ends a session and removes what it sent."""
+        await run_uninterrupted(self._sessions.abort(session_id))
+
+    async def renew_session(self, session_id: str) -> SessionState:
+        """Prolongs the lease of a session."""
+        return await self._sessions.renew(session_id)
 
     async def status(self) -> FleetStatus:
         """Gives the committed version, each replica's version and state, and the swap under way."""
-        return await self._weights.status()
+        size_bytes = await asyncio.to_thread(self._store.size_bytes)
+        store = StoreStatus(
+            str(self._store.folder), self._is_store_durable, size_bytes, open_sessions=self._sessions.num_open
+        )
+        return replace(await self._weights.status(), store=store)
 
     async def committed(self) -> CommittedWeights:
         """Gives what a replica has to serve."""
@@ -65,6 +115,16 @@ class WeightController:
     async def metrics(self) -> str:
         """Gives the controller's numbers as Prometheus text."""
         return await self._weights.metrics()
+
+    async def _and_prune(self, swap: Coroutine[Any, Any, SwapResult]) -> SwapResult:
+        result = await swap
+        await self._sessions.prune()
+        return result
+
+    async def _expire_sessions(self) -> None:
+        while True:
+            await asyncio.sleep(EXPIRY_INTERVAL_S)
+            await self._sessions.expire()
 
 
 async def _call_engines(method: str, argument: object, *, timeout_s: float) -> list[Any]:

@@ -142,6 +142,29 @@ class SwapResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionRequest:
+    """A swap whose tensors are yet to come, in buckets. The source of `swap` is the session's to find.
+
+    session_id: made by the caller, so that asking twice opens one. lease_s: the session is aborted after so long
+    without a word from its owner.
+    """
+
+    session_id: str
+    swap: SwapRequest
+    lease_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionState:
+    """How far a session is. result: what its idempotency key has brought before, and nothing is to be sent."""
+
+    session_id: str
+    next_sequence: int = 0
+    size_bytes: int = 0
+    result: SwapResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CommittedVersion:
     """A line of the history: a version that was committed, from where, when, and who asked for it."""
 
@@ -194,6 +217,16 @@ class CommittedWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreStatus:
+    """Where weights that came as tensors are kept. is_durable: it was configured, and is no temporary folder."""
+
+    folder: str
+    is_durable: bool
+    size_bytes: int
+    open_sessions: int
+
+
+@dataclass(frozen=True, slots=True)
 class FleetStatus:
     """GET /admin/weights and `pitstop status`."""
 
@@ -206,3 +239,4 @@ class FleetStatus:
     """Newest first; the first one is the committed version."""
     problem: str | None = None
     """Why the latest replica that wanted to start could not take the committed weights."""
+    store: StoreStatus | None = None

@@ -4,12 +4,14 @@ The only module that reads the environment: the admin key, and the cores this pr
 """
 
 import os
+import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from engine import ContinuousBatchingConfig, WorkloadHints
 
@@ -127,6 +129,13 @@ class WeightSettings(Section):
         controller and replicas all end.
     history_versions: earlier versions that are remembered for rollback, beside the model the application was started
         with; sixteen are more than anybody tries by hand.
+    store: absolute path of a folder for weights that come as tensors, on a disk that every replica sees; made if only
+        its last part is missing. None is `store` in `folder`, and without `folder` a temporary one of the controller's
+        machine: replicas elsewhere cannot read that, and it may not outlive the machine.
+    history_bytes: how much the store keeps in all; the oldest versions go first, and the committed one never. 64 GiB is
+        a hundred versions of a small model, one of a large one.
+    session_bytes: how much swap sessions that are open may have sent together; a trainer that sends without end must
+        not fill a disk that others use.
     """
 
     stage_timeout_s: float = Field(default=600.0, gt=0)
@@ -135,13 +144,33 @@ class WeightSettings(Section):
     forget_after_s: float = Field(default=5.0, gt=0)
     folder: str | None = None
     history_versions: int = Field(default=16, ge=1)
+    store: str | None = Field(default=None, min_length=1)
+    history_bytes: int = Field(default=64 * 2**30, ge=0)
+    session_bytes: int = Field(default=2**40, ge=1)
 
-    @field_validator("folder")
+    @field_validator("folder", "store")
     @classmethod
-    def _check_folder(cls, value: str | None) -> str | None:
+    def _check_folder(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and not Path(value).is_absolute():
-            raise ValueError(f"weights.folder is {value!r}; it must be absolute, as the controller runs elsewhere")
+            raise ValueError(
+                f"weights.{info.field_name} is {value!r}; it must be absolute, as the controller runs elsewhere"
+            )
         return value
+
+    def store_folder(self, application: str) -> Path:
+        """Gives the folder of the store; see `store`."""
+        if self.store is not None:
+            return Path(self.store)
+        if self.folder is not None:
+            return Path(self.folder) / "store"
+        # One for each user and application, so that a restarted controller finds it again.
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", application)
+        return Path(tempfile.gettempdir()) / f"pitstop-store-{os.getuid()}-{name}"
+
+    @property
+    def is_store_durable(self) -> bool:
+        """Whether the store is where the user said, and not a temporary folder of one machine."""
+        return self.store is not None or self.folder is not None
 
 
 class LimitSettings(Section):

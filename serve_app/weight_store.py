@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,10 +66,9 @@ class WeightStore:
             _remove(path)
         return removed
 
-    def drop(self, folder: str) -> None:
-        """Removes one whole folder of this store."""
-        if Path(folder).parent == self.folder:
-            _remove(Path(folder))
+    def holds(self, folder: str) -> bool:
+        """Gives whether a folder is one of this store's, by its name."""
+        return Path(folder).parent == self.folder
 
     def _remove_leftovers(self) -> None:
         if not self.folder.is_dir():
@@ -110,7 +109,7 @@ class FolderWriter:
         """The tensors so far."""
         return self._tensors.names
 
-    def append(self, pieces: Sequence[TensorPiece]) -> None:
+    def append(self, pieces: Iterable[TensorPiece]) -> None:
         """Writes the pieces; those of one tensor come in order and without another between them.
 
         A tensor that came already is compared. Raises WeightsInvalid where it differs, InvalidRequest for pieces out

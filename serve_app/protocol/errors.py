@@ -12,6 +12,7 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── WeightVersionUnavailable        the least weight version asked for is not served yet
 └── WeightsError                    engine.errors
     ├── VersionUnavailable          the version to go back to is not in the history, or its weights are gone
+    ├── SwapSessionGone             the swap session has ended, or its lease has
     └── ManifestError               the manifest of committed versions cannot be read or written
         └── ManifestTaken           another controller has taken the manifest over
 """
@@ -76,6 +77,10 @@ class VersionUnavailable(WeightsError):
     """There is no going back to this version; the message says why."""
 
 
+class SwapSessionGone(WeightsError):
+    """The swap session has ended, or nobody here knows it; the message says why."""
+
+
 class ManifestError(WeightsError):
     """The manifest cannot be read or written; the message names the file and the remedy."""
 
@@ -116,6 +121,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
     WeightVersionUnavailable: ErrorRule(409, "invalid_request_error", "weight_version_unavailable"),
     VersionUnavailable: ErrorRule(409, "invalid_request_error", "version_unavailable"),
+    SwapSessionGone: ErrorRule(409, "invalid_request_error", "swap_session_gone"),
     ManifestError: ErrorRule(500, "server_error", "manifest_error"),
     ManifestTaken: ErrorRule(409, "invalid_request_error", "manifest_taken"),
 }

@@ -198,7 +198,7 @@ def test_what_is_not_sealed_is_not_listed_and_a_dropped_folder_is_gone(store: We
     assert store.sealed() == []
     folder = writer.seal()
     assert [str(path) for path in store.sealed()] == [folder]
-    store.drop(folder)
+    writer.drop()
     assert_nothing_left(store)
 
 

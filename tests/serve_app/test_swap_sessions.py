@@ -1,0 +1,271 @@
+"""Swap sessions: buckets in order and once, leases, one commit, and nothing left behind. A fake clock, no Ray."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engine import InvalidRequest, PitstopError, QueueFull, SwapConflict, WeightsError, WeightsInvalid
+from serve_app.messages import (
+    CommittedVersion,
+    SessionRequest,
+    SwapRequest,
+    SwapResult,
+    WeightSource,
+)
+from serve_app.protocol.errors import SwapSessionGone
+from serve_app.swap_sessions import MAX_OPEN_SESSIONS, SwapSessions
+from serve_app.tensor_pieces import TensorPiece, cut_buckets
+from serve_app.weight_history import WeightHistory
+from serve_app.weight_store import WeightStore
+
+LEASE_S = 10.0
+
+
+class Fleet:
+    """Commits what sessions bring to a history in memory, at a time the test can stop."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = 2**30, history_bytes: int = 2**30) -> None:
+        self.now = 0.0
+        self.error: PitstopError | None = None
+        self.swapping, self.may_swap = asyncio.Event(), asyncio.Event()
+        self.may_swap.set()
+        self.num_swaps = 0
+        self.history = WeightHistory(application="pitstop", model="base", folder=None, num_earlier=16)
+        self.store = WeightStore(folder / "store", history_bytes=history_bytes)
+        self.sessions = SwapSessions(self.store, self.history, self.swap, max_bytes=max_bytes, clock=lambda: self.now)
+
+    async def swap(self, request: SwapRequest) -> SwapResult:
+        self.num_swaps += 1
+        self.swapping.set()
+        await self.may_swap.wait()
+        if self.error is not None:
+            raise self.error
+        version = self.history.next_version
+        result = SwapResult(version, version - 1, ["a", "b"], 0.1, 0.01, 0.2)
+        committed = CommittedVersion(
+            version, request.source, label=request.label, idempotency_key=request.idempotency_key, result=result
+        )
+        await self.history.commit(committed)
+        return result
+
+    async def open(self, session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None) -> None:
+        await self.sessions.open(request(session_id, lease_s=lease_s, key=key))
+
+    async def put(self, sequence: int, session_id: str = "one", **tensors: Tensor) -> int:
+        return (await self.sessions.put(session_id, sequence, bucket(**tensors))).next_sequence
+
+    def left(self) -> list[str]:
+        return sorted(path.name for path in self.store.folder.iterdir())
+
+    def newest(self) -> dict[str, Tensor]:
+        source = self.history.newest.source
+        assert source is not None
+        return load_file(Path(source.path) / "model.safetensors")
+
+
+def request(session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None) -> SessionRequest:
+    return SessionRequest(session_id, SwapRequest(WeightSource(), label="step 7", idempotency_key=key), lease_s=lease_s)
+
+
+def bucket(**tensors: Tensor) -> Callable[[], Iterable[TensorPiece]]:
+    return lambda: [piece for pieces in cut_buckets(tensors, bucket_bytes=2**20) for piece in pieces]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Fleet:
+    return Fleet(tmp_path)
+
+
+async def test_what_was_put_is_committed_as_one_swap_and_stays_readable(fleet: Fleet) -> None:
+    await fleet.open()
+    assert await fleet.put(0, w=torch.arange(4.0)) == 1
+    assert await fleet.put(1, v=torch.ones(2)) == 2
+    result = await fleet.sessions.commit("one")
+    assert result.version == 2
+    assert fleet.history.newest.label == "step 7"
+    assert torch.equal(fleet.newest()["w"], torch.arange(4.0))
+    assert torch.equal(fleet.newest()["v"], torch.ones(2))
+
+
+async def test_the_same_bucket_again_changes_nothing_and_a_gap_is_refused(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    assert await fleet.put(0, w=torch.ones(4)) == 1
+    with pytest.raises(InvalidRequest, match="bucket 2 came where 1 is next"):
+        await fleet.put(2, v=torch.zeros(1))
+    assert await fleet.put(1, v=torch.zeros(1)) == 2
+    await fleet.sessions.commit("one")
+    assert torch.equal(fleet.newest()["w"], torch.zeros(4))
+
+
+async def test_opening_and_committing_twice_is_the_same_as_once(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    assert (await fleet.sessions.open(request())).next_sequence == 1
+    first, second = await asyncio.gather(fleet.sessions.commit("one"), fleet.sessions.commit("one"))
+    assert first == second == await fleet.sessions.commit("one")
+    assert fleet.num_swaps == 1
+
+
+async def test_a_caller_that_goes_away_does_not_stop_the_commit(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    fleet.may_swap.clear()
+    caller = asyncio.ensure_future(fleet.sessions.commit("one"))
+    await fleet.swapping.wait()
+    caller.cancel()
+    with pytest.raises(InvalidRequest, match="is being committed"):
+        await fleet.put(1, v=torch.zeros(1))
+    with pytest.raises(SwapConflict, match="is being committed"):
+        await fleet.sessions.abort("one")
+    fleet.may_swap.set()
+    assert (await fleet.sessions.commit("one")).version == 2
+    assert fleet.num_swaps == 1
+
+
+async def test_aborting_removes_what_was_sent(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    await fleet.sessions.abort("one")
+    await fleet.sessions.abort("one")
+    assert fleet.left() == []
+    with pytest.raises(SwapSessionGone, match="its owner aborted it"):
+        await fleet.put(1, v=torch.zeros(1))
+    with pytest.raises(SwapSessionGone):
+        await fleet.sessions.commit("one")
+
+
+async def test_a_session_whose_owner_is_silent_is_aborted(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.open("two")
+    await fleet.put(0, w=torch.zeros(4))
+    fleet.now = LEASE_S - 1
+    await fleet.sessions.renew("two")
+    fleet.now = LEASE_S + 1
+    await fleet.sessions.expire()
+    with pytest.raises(SwapSessionGone, match="not heard of for 10 s"):
+        await fleet.sessions.renew("one")
+    await fleet.put(0, "two", w=torch.zeros(4))
+    await fleet.sessions.abort("two")
+    assert fleet.left() == []
+
+
+async def test_a_commit_outlives_the_lease(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    fleet.may_swap.clear()
+    commit = asyncio.ensure_future(fleet.sessions.commit("one"))
+    await fleet.swapping.wait()
+    fleet.now = 10 * LEASE_S
+    await fleet.sessions.expire()
+    fleet.may_swap.set()
+    assert (await commit).version == 2
+
+
+async def test_refused_weights_end_the_session_and_leave_nothing(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    fleet.error = WeightsInvalid("w is not finite", tensor="w")
+    for _ in range(2):
+        with pytest.raises(WeightsInvalid, match="not finite"):
+            await fleet.sessions.commit("one")
+    assert fleet.left() == []
+    assert fleet.num_swaps == 1
+
+
+async def test_after_a_conflict_the_session_may_be_committed_again(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    fleet.error = SwapConflict("swap 1 is under way")
+    with pytest.raises(SwapConflict):
+        await fleet.sessions.commit("one")
+    await fleet.sessions.prune()
+    fleet.error = None
+    assert (await fleet.sessions.commit("one")).version == 2
+    assert fleet.newest().keys() == {"w"}
+
+
+async def test_a_key_that_brought_weights_gives_their_result(fleet: Fleet) -> None:
+    await fleet.open(key="step-7")
+    await fleet.put(0, w=torch.zeros(4))
+    result = await fleet.sessions.commit("one")
+    again = await fleet.sessions.open(request("two", key="step-7"))
+    assert again.result == result
+    assert fleet.sessions.num_open == 0
+
+
+async def test_a_key_of_another_kind_of_swap_is_a_conflict(fleet: Fleet) -> None:
+    await fleet.swap(SwapRequest(WeightSource("/somewhere/else"), idempotency_key="step-7"))
+    with pytest.raises(SwapConflict, match="brought version 2"):
+        await fleet.open(key="step-7")
+
+
+@pytest.mark.parametrize("broken", ["other content", "lost object"])
+async def test_a_bucket_that_cannot_be_taken_ends_the_session(fleet: Fleet, broken: str) -> None:
+    def lost() -> Iterable[TensorPiece]:
+        raise OSError("gone")
+
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    load = lost if broken == "lost object" else bucket(w=torch.ones(4))
+    with pytest.raises(WeightsError):
+        await fleet.sessions.put("one", 1, load)
+    assert fleet.left() == []
+    with pytest.raises(SwapSessionGone):
+        await fleet.sessions.renew("one")
+
+
+async def test_sessions_and_their_bytes_are_bounded(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, max_bytes=100)
+    for number in range(MAX_OPEN_SESSIONS):
+        await fleet.open(str(number))
+    with pytest.raises(QueueFull, match="4 swap sessions are open"):
+        await fleet.open("one more")
+    await fleet.put(0, "0", w=torch.zeros(20))
+    with pytest.raises(WeightsError, match=r"160 bytes and may hold 100; raise weights\.session_bytes"):
+        await fleet.put(0, "1", w=torch.zeros(20))
+    assert fleet.sessions.num_open == MAX_OPEN_SESSIONS - 1
+
+
+@pytest.mark.parametrize("lease_s", [0.0, 1e9, float("nan")])
+async def test_a_lease_out_of_bounds_is_refused(fleet: Fleet, lease_s: float) -> None:
+    with pytest.raises(InvalidRequest, match="lease_s"):
+        await fleet.open(lease_s=lease_s)
+
+
+async def test_a_session_nobody_knows_is_gone(fleet: Fleet) -> None:
+    with pytest.raises(SwapSessionGone, match="may have been restarted"):
+        await fleet.put(0, w=torch.zeros(1))
+
+
+async def test_old_versions_leave_the_store_and_the_newest_stays(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, history_bytes=1)
+    for number in range(3):
+        await fleet.open(str(number))
+        await fleet.put(0, str(number), w=torch.full((4,), float(number)))
+        await fleet.sessions.commit(str(number))
+    assert len(fleet.left()) == 1
+    assert torch.equal(fleet.newest()["w"], torch.full((4,), 2.0))
+
+
+async def test_a_controller_that_was_replaced_prunes_nothing(tmp_path: Path) -> None:
+    def history() -> WeightHistory:
+        return WeightHistory(application="pitstop", model="base", folder=str(tmp_path), num_earlier=16)
+
+    fleet = Fleet(tmp_path)
+    fleet.history = history()
+    fleet.sessions = SwapSessions(fleet.store, fleet.history, fleet.swap, max_bytes=2**30)
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    await fleet.sessions.commit("one")
+    history()
+    other = fleet.store.begin()
+    other.append(bucket(w=torch.ones(4))())
+    other.seal()
+    await fleet.sessions.prune()
+    assert len(fleet.store.sealed()) == 2
