@@ -20,6 +20,9 @@ LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.
 PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Around the 20 ms that an exchange of storages may take."""
 
+STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
+"""Versions; off-policy training seldom uses what is older."""
+
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
@@ -108,6 +111,24 @@ ROUTER_METRICS = (
     MetricSpec(
         "pitstop_routing_decisions_total", "counter", "Choices of a replica; fallback is a failed policy.", ("outcome",)
     ),
+    MetricSpec(
+        "pitstop_version_tokens_total",
+        "counter",
+        "Tokens handed out, by the weight version that drew them; all but the newest few are older.",
+        ("version",),
+    ),
+    MetricSpec(
+        "pitstop_token_staleness_versions",
+        "histogram",
+        "Weight versions that each token was behind the committed one when its request ended.",
+        buckets=STALENESS_BUCKETS,
+    ),
+    MetricSpec(
+        "pitstop_version_refusals_total",
+        "counter",
+        "Requests refused for the weight version they asked for, by outcome.",
+        ("outcome",),
+    ),
 )
 METRICS = ENGINE_METRICS + REPLICA_METRICS + CONTROLLER_METRICS + ROUTER_METRICS
 """Every metric there is; dashboards and the README may name no other."""
@@ -132,6 +153,10 @@ class Recorder:
     def count(self, name: str, *labels: str, amount: float = 1) -> None:
         counter = self._counters[name]
         (counter.labels(*labels) if labels else counter).inc(amount)
+
+    def forget(self, name: str, *labels: str) -> None:
+        """Ends the series of a counter, so that labels without bound do not add up."""
+        self._counters[name].remove(*labels)
 
     def set_gauge(self, name: str, *labels: str, value: float) -> None:
         gauge = self._gauges[name]

@@ -1,8 +1,9 @@
 """What `/v1` answers: OpenAI's objects, with ours marked as extensions.
 
-Extensions: `weight_versions` (spans over the choice's tokens; in a stream on the last chunk of the choice), `token_ids`
-and `prompt_token_ids` (where `return_token_ids` is asked for; a stream gives the prompt's in its first chunk),
-`stop_reason` (the stop string or the id of the stop token that ended the choice).
+Extensions: `weight_versions` (spans over the choice's tokens; a stream gives all so far with the first token, at each
+new version, and in the last chunk of the choice), `token_ids` and `prompt_token_ids` (where `return_token_ids` is asked
+for; a stream gives the prompt's in its first chunk), `stop_reason` (the stop string or the id of the stop token that
+ended the choice). `system_fingerprint` is the model and the weight version that drew the latest token.
 """
 
 from typing import Literal
@@ -96,6 +97,7 @@ class ChatCompletion(ResponseModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -132,6 +134,7 @@ class ChatChunk(ResponseModel):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
@@ -157,6 +160,7 @@ class Completion(ResponseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
 

@@ -1,7 +1,7 @@
 """One answer as it grows: token events in, pieces of text out, cut before the first stop string."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine import FinishReason, WeightSpan
 from serve_app.messages import TokenEvent
@@ -33,10 +33,12 @@ class Piece:
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    begins_version: bool = False
+    """True where other weights drew tokens of it than those before it."""
 
     @property
     def is_empty(self) -> bool:
-        return not self.text and self.finish_reason is None
+        return not self.text and self.finish_reason is None and not self.begins_version
 
 
 class Answer:
@@ -66,20 +68,24 @@ class Answer:
             self._push_tokens(piece, event, start, start + size)
             if self._stop.is_stopped:
                 break
-        self._spans += event.weight_versions
+        self._add_spans(piece, event.weight_versions)
         self._finish(piece, event)
         return piece
 
     @property
     def weight_versions(self) -> list[WeightSpan]:
         """Spans over the tokens of the answer so far, in order, neighbours of one version joined."""
-        joined: list[WeightSpan] = []
-        for span in self._spans:
-            start = span.start
-            if joined and joined[-1].version == span.version and joined[-1].end == start:
-                start = joined.pop().start
-            joined.append(WeightSpan(span.version, start, min(span.end, self.num_tokens)))
-        return [span for span in joined if span.start < span.end]
+        # A stop string may have cut the last event short.
+        clipped = [WeightSpan(span.version, span.start, min(span.end, self.num_tokens)) for span in self._spans]
+        return [span for span in clipped if span.start < span.end]
+
+    def _add_spans(self, piece: Piece, spans: Sequence[WeightSpan]) -> None:
+        for span in spans:
+            if self._spans and self._spans[-1].version == span.version:
+                self._spans[-1] = replace(self._spans[-1], end=span.end)
+            elif span.start < self.num_tokens:
+                piece.begins_version = True
+                self._spans.append(span)
 
     def _push_tokens(self, piece: Piece, event: TokenEvent, start: int, end: int) -> None:
         token_ids = event.token_ids[start:end]

@@ -20,6 +20,7 @@ from serve_app.router.http import build_http
 from serve_app.router.openai_routes import openai_routes
 from serve_app.router.ops_routes import ops_routes
 from serve_app.router.service import Ask, GenerationService, Prompt
+from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
 from serve_app.text import Tokenizer
 
@@ -45,7 +46,8 @@ class Router:
         self._recorder = Recorder(ROUTER_METRICS)
         self._fleet = Fleet(settings, engine=engine, controller=controller)
         tokenizer = Tokenizer.load(resolve_model(settings.model), trust_remote_code=settings.trust_remote_code)
-        self._service = GenerationService(settings, tokenizer=tokenizer, fleet=self._fleet)
+        meter = VersionMeter(self._recorder, self._fleet)
+        self._service = GenerationService(settings, tokenizer=tokenizer, fleet=self._fleet, meter=meter)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Gives the HTTP side; Ray Serve calls this in the replica, after the constructor."""

@@ -46,6 +46,8 @@ class Fleet:
         self._limits: ModelLimits | None = None
         self._last_committed: CommittedWeights | None = None
         self._version_watch = VersionWatch(self.status)
+        self.newest_version = 0
+        """The highest committed version heard of, as news; asking is `committed`."""
 
     def generate(self, request: GenerateRequest, *, asked_at: float | None = None) -> HandleStream:
         """Opens the stream of a request at the replica that routing chooses; its time counts from asked_at, or now."""
@@ -96,6 +98,7 @@ class Fleet:
             self._controller.committed.remote(), timeout_s=timeout_s, whom="the weight controller"
         )
         self._last_committed = committed
+        self._note(committed.version)
         return committed
 
     async def _committed_or_last(self) -> CommittedWeights:
@@ -109,17 +112,27 @@ class Fleet:
 
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""
-        return await call(self._controller.status.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller")
+        status: FleetStatus = await call(
+            self._controller.status.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="the weight controller"
+        )
+        self._note(status.committed.version)
+        return status
 
     async def swap(self, request: SwapRequest) -> SwapResult:
         """Replaces the weights of the whole fleet; raises WeightsError and its kinds when the old ones stay."""
-        response = self._controller.swap.remote(request)
-        return await call(response, timeout_s=self._swap_timeout_s + request.wait_s, whom="the weight controller")
+        return await self._changed(self._controller.swap.remote(request), request.wait_s)
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
         """Brings an earlier version's weights back; raises as `swap`, and VersionUnavailable."""
-        response = self._controller.rollback.remote(request)
-        return await call(response, timeout_s=self._swap_timeout_s + request.wait_s, whom="the weight controller")
+        return await self._changed(self._controller.rollback.remote(request), request.wait_s)
+
+    async def _changed(self, response: Any, wait_s: float) -> SwapResult:
+        result: SwapResult = await call(response, timeout_s=self._swap_timeout_s + wait_s, whom="the weight controller")
+        self._note(result.version)
+        return result
+
+    def _note(self, version: int) -> None:
+        self.newest_version = max(self.newest_version, version)
 
     async def metrics(self) -> list[str]:
         """Gives the expositions of all replicas and the controller that answer in time."""

@@ -76,6 +76,7 @@ class ChatFormat:
             id=e.id,
             created=e.created,
             model=e.model,
+            system_fingerprint=_fingerprint(e, answer),
             choices=[choice],
             usage=_usage(e, answer),
             prompt_token_ids=e.prompt_ids if e.returns_ids else None,
@@ -88,15 +89,29 @@ class ChatFormat:
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
-            weight_versions=_spans(answer.weight_versions) if piece.finish_reason else None,
+            weight_versions=_spans_of(piece, answer),
             token_ids=piece.token_ids if e.returns_ids else None,
         )
         prompt_ids = e.prompt_ids if e.returns_ids and is_first else None
-        return ChatChunk(id=e.id, created=e.created, model=e.model, choices=[choice], prompt_token_ids=prompt_ids)
+        return ChatChunk(
+            id=e.id,
+            created=e.created,
+            model=e.model,
+            system_fingerprint=_fingerprint(e, answer),
+            choices=[choice],
+            prompt_token_ids=prompt_ids,
+        )
 
     def usage_chunk(self, answer: Answer) -> ChatChunk:
         e = self._envelope
-        return ChatChunk(id=e.id, created=e.created, model=e.model, choices=[], usage=_usage(e, answer))
+        return ChatChunk(
+            id=e.id,
+            created=e.created,
+            model=e.model,
+            system_fingerprint=_fingerprint(e, answer),
+            choices=[],
+            usage=_usage(e, answer),
+        )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
         if not self._envelope.returns_logprobs:
@@ -127,15 +142,24 @@ class CompletionFormat:
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
-            weight_versions=_spans(answer.weight_versions) if piece.finish_reason else None,
+            weight_versions=_spans_of(piece, answer),
             token_ids=piece.token_ids if e.returns_ids else None,
             prompt_token_ids=e.prompt_ids if e.returns_ids and is_first else None,
         )
-        return Completion(id=e.id, created=e.created, model=e.model, choices=[choice])
+        return Completion(
+            id=e.id, created=e.created, model=e.model, system_fingerprint=_fingerprint(e, answer), choices=[choice]
+        )
 
     def usage_chunk(self, answer: Answer) -> Completion:
         e = self._envelope
-        return Completion(id=e.id, created=e.created, model=e.model, choices=[], usage=_usage(e, answer))
+        return Completion(
+            id=e.id,
+            created=e.created,
+            model=e.model,
+            system_fingerprint=_fingerprint(e, answer),
+            choices=[],
+            usage=_usage(e, answer),
+        )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
         if not self._envelope.returns_logprobs:
@@ -155,6 +179,21 @@ def _usage(envelope: Envelope, answer: Answer) -> Usage:
         total_tokens=num_prompt_tokens + answer.num_tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.num_cached_tokens),
     )
+
+
+def _spans_of(piece: Piece, answer: Answer) -> list[VersionSpan] | None:
+    """Gives the spans so far where they are news: at the first token, at each new version, and at the end.
+
+    So also the tokens of a stream that is cut off can be traced.
+    """
+    is_news = piece.begins_version or piece.finish_reason is not None
+    return _spans(answer.weight_versions) if is_news else None
+
+
+def _fingerprint(envelope: Envelope, answer: Answer) -> str | None:
+    """Gives what OpenAI calls the backend's configuration: the model, and the version that drew the latest token."""
+    spans = answer.weight_versions
+    return f"{envelope.model}@{spans[-1].version}" if spans else None
 
 
 def _spans(spans: Sequence[WeightSpan]) -> list[VersionSpan]:

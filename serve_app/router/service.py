@@ -15,6 +15,7 @@ from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation, TokenEvents
+from serve_app.router.version_meter import MeteredEvents, VersionMeter
 from serve_app.router.versioned_stream import VersionedStream
 from serve_app.settings import AppSettings
 from serve_app.text import Tokenizer
@@ -53,10 +54,11 @@ class Ask:
 class GenerationService:
     """Checks, tokenises and opens generations. For one event loop."""
 
-    def __init__(self, settings: AppSettings, *, tokenizer: Tokenizer, fleet: Fleet) -> None:
+    def __init__(self, settings: AppSettings, *, tokenizer: Tokenizer, fleet: Fleet, meter: VersionMeter) -> None:
         self._settings = settings
         self.tokenizer = tokenizer
         self.fleet = fleet
+        self._meter = meter
         self.admission = Admission(settings.limits.max_queued_requests * settings.replicas.max)
 
     async def open(self, ask: Ask) -> Generation:
@@ -91,9 +93,10 @@ class GenerationService:
 
     def _events(self, request: GenerateRequest) -> TokenEvents:
         if request.min_weight_version is None:
-            return self.fleet.generate(request)
+            return MeteredEvents(self.fleet.generate(request), self._meter)
         limits = self._settings.limits
-        return VersionedStream(self.fleet, request, wait_s=min(limits.version_wait_s, limits.request_timeout_s))
+        wait_s = min(limits.version_wait_s, limits.request_timeout_s)
+        return MeteredEvents(VersionedStream(self.fleet, request, wait_s=wait_s), self._meter)
 
     async def prime(self, generation: Generation) -> None:
         """Waits for a place and the first token; raises whatever refuses the request."""

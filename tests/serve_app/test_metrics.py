@@ -45,6 +45,7 @@ def test_labels_are_only_those_with_few_values() -> None:
         "outcome",
         "route",
         "status",
+        "version",
     }
 
 

@@ -116,6 +116,7 @@ async def test_a_chat_is_answered(http: httpx.AsyncClient) -> None:
     spans = [{"version": 1, "start": 0, "end": 4}, {"version": 2, "start": 4, "end": completion_tokens}]
     assert choice["weight_versions"] == spans
     assert response.headers["x-weights-version"] == "2"
+    assert body["system_fingerprint"] == "tiny@2"
     assert "token_ids" not in choice
 
 
@@ -135,6 +136,9 @@ async def test_a_streamed_chat_adds_up_to_the_plain_one(http: httpx.AsyncClient,
     assert [c["finish_reason"] for c in choices[:-1]] == [None] * (len(choices) - 1)
     assert choices[-1]["finish_reason"] == expected["finish_reason"]
     assert choices[-1]["weight_versions"] == expected["weight_versions"]
+    shown = [choice["weight_versions"] for choice in choices if "weight_versions" in choice]
+    assert [spans[-1]["version"] for spans in shown] == [1, 2, 2]
+    assert [chunks[0]["system_fingerprint"], usage["system_fingerprint"]] == ["tiny@1", "tiny@2"]
     if "logprobs" in fields:
         entries = [entry for c in choices for entry in c["logprobs"]["content"]]
         assert entries == expected["logprobs"]["content"]

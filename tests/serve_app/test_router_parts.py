@@ -1,6 +1,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from serve_app.messages import TokenEvent
 from serve_app.protocol.errors import GenerationFailed, NoReplica
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, Piece, TextRules
+from serve_app.router.deployment import _token_events
 from serve_app.router.generation import Generation
 from serve_app.text import Tokenizer
 from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
@@ -123,6 +125,52 @@ def test_no_stop_string_counts_before_the_least_number_of_tokens(tokenizer: Toke
 def test_special_tokens_are_shown_where_asked_for(tokenizer: Tokenizer) -> None:
     assert all_at_once(tokenizer, "a<|end|>b").text == "ab"
     assert all_at_once(tokenizer, "a<|end|>b", skips_special_tokens=False).text == "a<|end|>b"
+
+
+@pytest.mark.parametrize("stops", [[], ["ends"], ["語 👩"]])
+async def test_every_token_has_one_version_however_weights_and_events_fall(
+    tokenizer: Tokenizer, stops: list[str]
+) -> None:
+    rng, ids = random.Random(3), tokenizer.encode(TEXT)
+    for _ in range(100):
+        version_of = sorted(rng.randint(1, 5) for _ in ids)
+        events = [
+            replace(event, weight_versions=spans_of(version_of, event.weight_versions[0].start, len(event.token_ids)))
+            for event in events_of(rng, ids, wants_logprobs=rng.random() < 0.5)
+        ]
+        answer = Answer(tokenizer, TextRules(tuple(stops)))
+        generation = Generation(Events(events), answer)  # type: ignore[arg-type]  # stands in for a handle's stream
+        await generation.prime(Admission(1), probe=never_asked)
+        handed_out = [event async for event in _token_events(generation, [1])]
+        expected = version_of[: answer.num_tokens]
+        assert versions_in(answer.weight_versions) == expected
+        assert versions_in([span for event in handed_out for span in event.weight_versions]) == expected
+        assert [span.version for span in answer.weight_versions] == sorted(set(expected))
+
+
+def test_a_piece_says_when_other_weights_begin(tokenizer: Tokenizer) -> None:
+    ids, answer = tokenizer.encode("abcdef"), Answer(tokenizer)
+    spans = [(WeightSpan(1, 0, 2),), (WeightSpan(1, 2, 4),), (WeightSpan(1, 4, 5), WeightSpan(2, 5, 6))]
+    events = [TokenEvent("r", ids[2 * i : 2 * i + 2], weight_versions=span) for i, span in enumerate(spans)]
+    pieces = [answer.push(event) for event in events]
+    assert [piece.begins_version for piece in pieces] == [True, False, True]
+    assert not Piece(begins_version=True).is_empty
+
+
+def spans_of(version_of: Sequence[int], start: int, length: int) -> tuple[WeightSpan, ...]:
+    """The spans of an event: one for each version in it."""
+    part = version_of[start : start + length]
+    firsts = [start + part.index(version) for version in sorted(set(part))]
+    return tuple(
+        WeightSpan(version_of[first], first, end)
+        for first, end in zip(firsts, [*firsts[1:], start + length], strict=True)
+    )
+
+
+def versions_in(spans: Sequence[WeightSpan]) -> list[int]:
+    """The version of each token, after a look that nothing is missing or twice."""
+    assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])][: len(spans)]
+    return [span.version for span in spans for _ in range(span.start, span.end)]
 
 
 async def read_all(generation: Generation) -> list[Piece]:
