@@ -15,6 +15,7 @@ from engine.errors import (
     WeightsError,
     WeightsInvalid,
     WeightsSourceError,
+    WeightVersionGone,
 )
 from engine.generate import (
     ContinuousMixin,
@@ -24,6 +25,7 @@ from engine.generate import (
     generate_batch,
     init_continuous_batching,
 )
+from engine.live_weights import ParkedLoop
 from engine.manager import ContinuousBatchingManager
 from engine.metrics import EngineStats
 from engine.model import check_supported, load_model
@@ -50,6 +52,7 @@ __all__ = [
     "FinishReason",
     "GenerationOutput",
     "InvalidRequest",
+    "ParkedLoop",
     "PitstopError",
     "QueueFull",
     "RankPlace",
@@ -60,6 +63,7 @@ __all__ = [
     "TokenConstraint",
     "UnsupportedModel",
     "WeightSpan",
+    "WeightVersionGone",
     "WeightsError",
     "WeightsInvalid",
     "WeightsSourceError",

@@ -35,6 +35,8 @@ class ActiveRequest:
     parent_id: str | None = None
     constraint: TokenConstraint | None = None
     """What its tokens have to follow; it knows those that were appended."""
+    pinned_version: int | None = None
+    """The one weight version that may sample its tokens; None takes any."""
     children: list["ActiveRequest"] = field(default_factory=list)
     """Further samples of the same prompt; they join when the prompt is computed, and share its blocks."""
 
@@ -43,6 +45,8 @@ class ActiveRequest:
     arrival: int = 0
     """Counts requests of one scheduler; set when it takes this one."""
     num_overtaken: int = 0
+    is_begun: bool = False
+    """It or its parent has run; a request that was sent back to the line still counts as running for a swap."""
     token_ids: list[int] = field(init=False)
     """Prompt and output; the prompt's own list until there is output, so that a long line costs its ids once."""
     output_ids: list[int] = field(default_factory=list)

@@ -3,7 +3,8 @@
 PitstopError
 ├── InvalidRequest (ValueError)         the caller asked for something that cannot be done
 │   ├── ContextLengthExceeded           prompt and new tokens do not fit the model or the cache
-│   └── DuplicateRequest                the id is in flight already
+│   ├── DuplicateRequest                the id is in flight already
+│   └── WeightVersionGone               the request is pinned to a weight version that is not the one served
 ├── QueueFull (RuntimeError)            too many requests wait; try again later
 ├── EngineStopped (RuntimeError)        the manager was stopped or destroyed, or has not started
 ├── EngineDead (RuntimeError)           the generation loop ended on an error it could not survive
@@ -33,6 +34,10 @@ class ContextLengthExceeded(InvalidRequest):
 
 class DuplicateRequest(InvalidRequest):
     """A request with this id is still in flight."""
+
+
+class WeightVersionGone(InvalidRequest):
+    """The request wants tokens of one weight version, and another one is served."""
 
 
 class QueueFull(PitstopError, RuntimeError):

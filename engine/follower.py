@@ -6,7 +6,7 @@ from time import monotonic
 
 from engine.active_request import ActiveRequest
 from engine.errors import EngineDead, EngineStopped
-from engine.loop import StopMode
+from engine.loop import Hold, StopMode
 from engine.metrics import EngineStats
 from engine.parallel import RankGroup, Verb
 from engine.plan import StepRunner
@@ -73,7 +73,7 @@ class FollowerLoop:
     def change_version(self, version: int, *, in_flight: str) -> None:
         """What was computed before is the driver's to forget."""
 
-    def acquire_pause(self) -> None:
+    def acquire_pause(self, timeout_s: float | None = None, *, hold: Hold | None = None) -> None:  # noqa: ARG002
         """Returns once the driver has parked all ranks; raises EngineStopped when it does not in time."""
         deadline = monotonic() + self._ranks.timeout_s
         with self._wake:
@@ -82,7 +82,7 @@ class FollowerLoop:
                     raise EngineStopped("the driver did not pause; all ranks have to enter pause()")
             self._num_pauses += 1
 
-    def release_pause(self) -> None:
+    def release_pause(self, *, hold: Hold | None = None) -> None:  # noqa: ARG002
         """Gives a pause back; the driver goes on when every rank has left its last one."""
         with self._wake:
             self._num_pauses -= 1

@@ -13,7 +13,7 @@ from time import perf_counter
 from typing import Protocol
 
 from engine.active_request import ActiveRequest
-from engine.errors import DuplicateRequest, EngineDead, EngineStopped, QueueFull
+from engine.errors import DuplicateRequest, EngineDead, EngineStopped, QueueFull, WeightsError
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
 from engine.plan import StepHandle, StepPlan, StepRunner
@@ -59,6 +59,18 @@ class _Flight:
     handle: StepHandle | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Hold:
+    """Lets requests that have begun finish before a pause, and nobody of their kind begin until it is over.
+
+    is_for_all: all requests, else those with a pinned weight version. is_clear: nobody is left that has begun, so that
+    the pause has begun.
+    """
+
+    is_for_all: bool
+    is_clear: bool = False
+
+
 class GenerationLoop:
     """The state that the loop's thread and its callers share. Everything below `_wake` is guarded by it.
 
@@ -88,6 +100,9 @@ class GenerationLoop:
         """By the id of a parent of children, itself and them, as long as one of them is active."""
         self._num_in_inbox = 0
         self._num_pauses = 0
+        self._holds: list[Hold] = []
+        self._has_new_holds = False
+        """They are others than those that the scheduler knows."""
         self._is_parked = False
         self._stop: StopMode | None = None
         self._is_running = False
@@ -149,6 +164,7 @@ class GenerationLoop:
         with self._wake:
             if self._stop is not StopMode.HARD:
                 self._stop = mode
+            self._has_new_holds = True
             self._wake.notify_all()
 
     def stats(self) -> EngineStats:
@@ -169,40 +185,53 @@ class GenerationLoop:
         if started is not None and perf_counter() - started > HANG_S:
             raise EngineDead(f"a step has been running for {perf_counter() - started:.0f} s")
 
-    def acquire_pause(self) -> None:
-        """Returns once the loop is parked between two steps. Raises when it does not run or ends meanwhile."""
+    def acquire_pause(self, timeout_s: float | None = None, *, hold: Hold | None = None) -> None:
+        """Returns once the loop is parked between two steps; with a hold, when who has begun has finished as well.
+
+        Raises EngineStopped when it does not run or ends meanwhile, and WeightsError after `timeout_s`; then nothing is
+        held any more.
+        """
         with self._wake:
             if not self.is_running:
                 raise EngineStopped("pause() needs a running manager; call start() first")
-            self._num_pauses += 1
+            if hold is None:
+                self._num_pauses += 1
+            else:
+                self._holds.append(hold)
+                self._has_new_holds = True
+                if self._is_parked:  # as the thread would when it goes on: the caller may be who holds it
+                    self._apply_holds()
             self._wake.notify_all()
-            self._wake.wait_for(lambda: self._is_parked or not self._is_running)
-            if not self._is_running:
-                self._num_pauses -= 1
-                raise EngineStopped("the manager stopped before it could pause")
+            in_time = self._wake.wait_for(lambda: self._is_parked_for(hold) or self._is_over_for(hold), timeout_s)
+            if self._is_parked_for(hold):
+                return
+            self.release_pause(hold=hold)
+        if in_time:
+            raise EngineStopped("the manager stopped before it could pause")
+        raise WeightsError(_lateness(hold, timeout_s))
 
-    def release_pause(self) -> None:
-        """Gives a pause back; the loop goes on when the last one is."""
+    def release_pause(self, *, hold: Hold | None = None) -> None:
+        """Gives a pause back; the loop goes on when the last one is. hold: the one that it was acquired with."""
         with self._wake:
-            self._num_pauses -= 1
+            if hold is not None:
+                self._holds.remove(hold)
+                self._has_new_holds = True
+            self._num_pauses -= hold is None or hold.is_clear
             if self._num_pauses == 0:
                 # Here, not in the loop's thread: who pauses again at once then waits until a step could be made.
                 self._is_parked = False
             self._wake.notify_all()
 
     def change_version(self, version: int, *, in_flight: str) -> None:
-        """Starts a weight version; the caller holds a pause."""
+        """Starts a weight version; the caller holds a pause. Requests that are pinned to another version end."""
         with self._wake:
             assert self._is_parked, "the weight version changes only while the loop is parked"
+            requests = self._scheduler.requests()
+            ended = self._end_pinned_to_others(requests, version)
             if in_flight == "abort":
-                for request in self._scheduler.requests():
-                    self._scheduler.end(
-                        request.request_id,
-                        FinishReason.CANCELLED,
-                        perf_counter(),
-                        error="weights changed",
-                    )
-                    self._publish([request])
+                rest = [request for request in requests if not request.status.is_terminal]
+                ended += self._end(rest, FinishReason.CANCELLED, "weights changed")
+            self._publish(ended)
             self._scheduler.set_version(version, recompute=in_flight == "recompute")
             self._num_swaps += 1
             self._refresh_stats()
@@ -231,11 +260,13 @@ class GenerationLoop:
     def _wait_for_work(self) -> bool:
         """Takes the inbox in, parks while paused; gives False when it is time to end."""
         while True:
+            self._apply_holds()
             if self._num_pauses > 0:
                 self._drain()
             with self._wake:
                 if self._num_pauses > 0 and not self._in_flight:
                     self._park()
+                    self._apply_holds()
                 posted, self._inbox = self._inbox, []
                 num_posted = self._num_in_inbox
                 stop = self._stop
@@ -245,11 +276,33 @@ class GenerationLoop:
             if self._scheduler.has_requests or self._in_flight:
                 return True
             with self._wake:
-                if self._inbox or self._num_pauses > 0 or self._stop is StopMode.HARD:
+                if self._inbox or self._num_pauses > 0 or self._has_new_holds or self._stop is StopMode.HARD:
                     continue
                 if self._stop is StopMode.FLUSH:
                     return False
                 self._wake.wait()
+
+    def _is_parked_for(self, hold: Hold | None) -> bool:
+        return self._is_running and self._is_parked and (hold is None or hold.is_clear)
+
+    def _is_over_for(self, hold: Hold | None) -> bool:
+        return not self._is_running or (hold is not None and not hold.is_clear and self._stop is not None)
+
+    def _apply_holds(self) -> None:
+        """Tells the scheduler whom to hold back, and begins the pauses for which nothing is left to finish."""
+        if not self._holds and not self._has_new_holds:
+            return
+        with self._wake:
+            self._has_new_holds = False
+            # Who stops the manager wants what was submitted to be finished, the requests that are held back too.
+            holds = self._holds if self._stop is None else []
+            self._scheduler.hold_back(
+                everybody=any(hold.is_for_all for hold in holds), pinned=any(not hold.is_for_all for hold in holds)
+            )
+            for hold in holds:
+                if not hold.is_clear and not self._scheduler.has_begun(only_pinned=not hold.is_for_all):
+                    hold.is_clear = True
+                    self._num_pauses += 1
 
     def _park(self) -> None:
         started = perf_counter()
@@ -265,7 +318,10 @@ class GenerationLoop:
         ended = []
         for item in posted:
             if isinstance(item, ActiveRequest):
+                family = [item, *item.children]
                 self._scheduler.add(item)
+                # The version may have changed since the request was checked.
+                ended += self._end_pinned_to_others(family, self._scheduler.version)
             else:
                 request = self._scheduler.end(item.request_id, FinishReason.CANCELLED, perf_counter())
                 ended += [request] if request is not None else []
@@ -274,6 +330,16 @@ class GenerationLoop:
                 self._num_in_inbox -= num_posted
                 self._refresh_stats()
         self._publish(ended)
+
+    def _end_pinned_to_others(self, requests: list[ActiveRequest], version: int) -> list[ActiveRequest]:
+        """Ends those that are pinned to another version than this one, and gives them."""
+        gone = [request for request in requests if request.pinned_version not in (None, version)]
+        return self._end(gone, FinishReason.WEIGHT_VERSION_GONE, f"weight version {version} is served now")
+
+    def _end(self, requests: list[ActiveRequest], reason: FinishReason, error: str) -> list[ActiveRequest]:
+        for request in requests:
+            self._scheduler.end(request.request_id, reason, perf_counter(), error=error)
+        return requests
 
     def _step(self) -> None:
         """Launches the next step where there is one, and takes in the oldest where the next has to wait for it."""
@@ -389,3 +455,13 @@ class GenerationLoop:
             raise EngineDead(f"the generation loop ended: {self.fatal_error}; start() again or replace the process")
         if self._stop is not None:
             raise EngineStopped("the manager is stopping or was stopped; start() it again to submit requests")
+
+
+def _lateness(hold: Hold | None, timeout_s: float | None) -> str:
+    if hold is not None and not hold.is_clear:
+        whom = "running" if hold.is_for_all else "running pinned"
+        return (
+            f"the {whom} requests did not finish within {timeout_s:.3g} s, so nothing was changed; allow more time, or"
+            " choose another in_flight or pinned"
+        )
+    return f"no step ended within {timeout_s:.3g} s, so the loop did not pause; allow more time"

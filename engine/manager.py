@@ -16,15 +16,12 @@ from engine.attention.flash import FlashKernels, find_flash
 from engine.compilation import compile_options
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.constraint import TokenConstraint
-from engine.errors import (
-    EngineStopped,
-    InvalidRequest,
-    WeightsError,
-)
+from engine.errors import EngineStopped, InvalidRequest, WeightVersionGone
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.graphs import CudaGraphs, GraphMaker
 from engine.host_memory import free_host_bytes
+from engine.live_weights import LiveWeights, ParkedLoop
 from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
@@ -34,7 +31,7 @@ from engine.outbox import Outbox
 from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, disable_graph_mixing, rank_group_of
 from engine.profiling import measured_step_bytes
-from engine.rank_weights import RankWeights, stage_on_ranks
+from engine.rank_weights import RankWeights
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
@@ -42,12 +39,11 @@ from engine.sizing import resolve_config
 from engine.step_budget import StepBudget
 from engine.step_thread import StepThread
 from engine.submission import RequestFactory
-from engine.weights import StagedWeights, stage_weights
+from engine.weights import Paths, StagedWeights
 
 EXIT_JOIN_S = 5.0
 """How long the interpreter waits at its end for the step in progress."""
 KNOWN_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
-IN_FLIGHT_CHOICES = ("keep", "recompute", "abort")
 
 logger = logging.getLogger(__name__)
 
@@ -131,12 +127,18 @@ class ContinuousBatchingManager:
         self._lock = threading.Lock()
         self._pauses_of_thread = threading.local()
         self._outbox = Outbox()
-        self._version = 1
+        self._weights = LiveWeights(
+            model,
+            ranks=self._ranks,
+            packed=self._packed,
+            # Captured graphs hold the addresses of the weights.
+            in_place=any(self.config.use_cuda_graph),
+        )
         self._was_training = model.training
         self._is_destroyed = False
         self._thread: threading.Thread | None = None
         self._driver_runner: DriverRunner | None = None
-        self._loop = self._make_loop()
+        self._loop = self._weights.loop = self._make_loop()
         self._needs_new_loop = False
 
     # Life
@@ -150,7 +152,7 @@ class ContinuousBatchingManager:
                 logger.warning("manager is already running")
                 return
             if self._needs_new_loop or self._loop.fatal_error is not None:
-                self._loop = self._make_loop()
+                self._loop = self._weights.loop = self._make_loop()
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
@@ -174,6 +176,7 @@ class ContinuousBatchingManager:
         hard_stop: bool = False,
     ) -> None:
         """Ends the thread: what was submitted is finished first, or with `hard_stop` ended FAILED with what it has.
+        Whoever holds a `ParkedLoop` loses it.
 
         With `block` it waits for at most `timeout` seconds; a loop that needs longer goes on to its end by itself. The
         prefix cache is dropped at the next start unless `keep_for_next_session`.
@@ -184,6 +187,7 @@ class ContinuousBatchingManager:
             logger.warning("manager was never started")
             return
         self._loop.stop(StopMode.HARD if hard_stop else StopMode.FLUSH)
+        self._weights.end_parks()
         if block:
             self.join(perf_counter(), timeout)
         self._needs_new_loop = not keep_for_next_session
@@ -246,6 +250,7 @@ class ContinuousBatchingManager:
         hints: WorkloadHints | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         constraint: TokenConstraint | None = None,
+        weight_version: int | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
         """Submits one prompt and gives its id. All checks happen here; one terminal output follows.
@@ -256,11 +261,12 @@ class ContinuousBatchingManager:
         `<id>__child#<n - 2>`; cancelling <id> cancels them all. Of `hints`, tenant and priority count here: a smaller
         priority goes first. tokenizer: the model's, which stop strings need; it makes those of the model's own config
         apply too. constraint: what the output has to follow, in a state that is the request's own from here on; further
-        outputs get a fork of it. logit_processor_kwargs: fields of `SamplingParams` that choose the tokens, where
-        `per_request_processors` is set.
+        outputs get a fork of it. weight_version: the one version that may sample its tokens; when another takes its
+        place before the request has begun, it ends with the reason `weight_version_gone`. logit_processor_kwargs:
+        fields of `SamplingParams` that choose the tokens, where `per_request_processors` is set.
 
-        Raises InvalidRequest (and its kinds), QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside
-        `pause()`: the request then waits.
+        Raises WeightVersionGone when `weight_version` is not the one served, InvalidRequest (and its other kinds),
+        QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside `pause()`: the request then waits.
         """
         if not self.is_driver:
             return None
@@ -273,6 +279,7 @@ class ContinuousBatchingManager:
             hints=hints,
             has_tokenizer=tokenizer is not None,
             constraint=constraint,
+            pinned_version=self._checked_pin(weight_version),
         )
         for member in (request, *request.children):
             self._stop_strings.prepare(member, tokenizer)
@@ -354,7 +361,7 @@ class ContinuousBatchingManager:
     @property
     def weight_version(self) -> int:
         """The version that the next step samples from; starts at 1."""
-        return self._version
+        return self._weights.version
 
     @contextmanager
     def pause(self, *, weights_changed: bool = True) -> Iterator[None]:
@@ -368,39 +375,55 @@ class ContinuousBatchingManager:
         self._enter_pause()
         self._share_pause()
         try:
-            yield
+            if not weights_changed:
+                yield
+                return
+            with self._weights.changing():
+                try:
+                    yield
+                finally:
+                    self._take_up_weights()
+                    self._weights.change_version(None, in_flight="keep")
         finally:
             try:
-                if weights_changed:
-                    self._take_up_weights()
-                    self._change_version(None, in_flight="keep")
                 release_helpers()
             finally:
                 self._leave_pause()
 
     paused = pause
 
-    def stage_weights(self, path: str, *, cast: bool = False) -> StagedWeights:
+    def stage_weights(self, path: Paths, *, cast: bool = False, partial: bool = False) -> StagedWeights:
         """Gives the weights in a folder of safetensors, checked and ready for `commit_weights`.
 
         As the function `stage_weights`; on tensor parallel ranks the driver calls it, and every rank stages its part.
         Where one cannot, none keeps any and its error is raised. Blocks while the folder is read; generation goes on.
         """
-        if self._ranks is None:
-            staged = stage_weights(self.model, path, cast=cast)
-            self.prepare_weights(staged)
-            release_helpers()
-            return staged
-        if not self.is_driver:
-            raise WeightsError("this rank is not the driver, which stages weights for all ranks")
-        if not self.is_running():
-            raise EngineStopped("the manager does not run, so the other ranks hear nothing; start() it first")
-        return stage_on_ranks(self.model, path, self._ranks, cast=cast)
+        return self._weights.stage(path, cast=cast, partial=partial)
 
     def prepare_weights(self, staged: StagedWeights) -> None:
         """Makes what depends on staged weights, beside generation; `commit_weights` does it where nobody has."""
-        if self._packed is not None:
-            self._packed.prepare(staged.pairs)
+        self._weights.prepare(staged)
+
+    def weight_digests(self) -> dict[str, str]:
+        """Gives a digest of each parameter as it is served, to be compared with those of `StagedWeights`.
+
+        Reads all weights, beside generation. On tensor parallel ranks the driver calls it. Raises SwapConflict when
+        commits come between again and again.
+        """
+        return self._weights.digests()
+
+    def park(self, *, timeout_s: float | None = None, in_flight: str = "keep", pinned: str = "finish") -> ParkedLoop:
+        """Holds the loop between two steps, across calls and threads, until `resume()` of what it gives.
+
+        in_flight: "finish" lets requests that have begun finish first, while those that wait are held back; else they
+        stay as they are, and the commit deals with them. pinned: "finish" does so with the requests pinned to a weight
+        version, "end" leaves them to the commit, which ends them. timeout_s bounds all of this waiting: WeightsError is
+        raised, and nothing is held. On tensor parallel ranks the driver parks all. Raises EngineStopped when the
+        manager does not run; `stop()` ends a park.
+        """
+        if getattr(self._pauses_of_thread, "count", 0) > 0:
+            timeout_s = 0.0  # whatever does not stand still already never will while this thread waits
+        return self._weights.park(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned)
 
     def commit_weights(
         self,
@@ -408,40 +431,26 @@ class ContinuousBatchingManager:
         *,
         version: int | None = None,
         in_flight: str = "keep",
+        pinned: str = "finish",
+        finish_timeout_s: float | None = None,
     ) -> float:
         """Exchanges the weights at a step boundary and gives the seconds that generation stood still for it.
 
         in_flight: "keep" lets running requests go on over their keys and values, "recompute" computes those anew,
-        "abort" ends the requests CANCELLED. version: above the present one; None counts up by one. When the exchange
-        fails, the old weights are back before generation resumes, and the error is raised.
+        "abort" ends the requests CANCELLED, "finish" lets those that have begun finish on the old weights first while
+        the others wait. pinned: "finish" does so with running requests that are pinned to a version, "end" ends them
+        with the reason `weight_version_gone`, as those that wait. finish_timeout_s: how long to wait for a step
+        boundary and for requests to finish; after it WeightsError is raised. version: above the present one; None
+        counts up by one. When the exchange fails, the old weights are back before generation resumes, and the error is
+        raised.
         """
-        if in_flight not in IN_FLIGHT_CHOICES:
-            raise InvalidRequest(
-                f"in_flight is {in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}",
-                "in_flight",
-            )
         self.prepare_weights(staged)
         release_helpers()
-        forgotten: object = None
-        self._enter_pause()
+        parked = self.park(timeout_s=finish_timeout_s, in_flight=in_flight, pinned=pinned)
         try:
-            parked = perf_counter()
-            self._check_version(version)
-            # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
-            # Captured graphs hold the addresses of the weights.
-            in_place = any(self.config.use_cuda_graph)
-            staged.commit(in_place=in_place)
-            try:
-                self._change_version(version, in_flight=in_flight)
-            except BaseException:
-                staged.rollback()
-                raise
-            if self._packed is not None:
-                forgotten = self._packed.refresh(all_of_them=in_place)
+            parked.commit(staged, version=version)
         finally:
-            self._leave_pause()
-        paused_s = perf_counter() - parked
-        del forgotten  # frees the old copies while generation goes on
+            paused_s = parked.resume()
         return paused_s
 
     # Numbers
@@ -476,7 +485,7 @@ class ContinuousBatchingManager:
         if ranks is not None and self._rank_weights is not None and not ranks.is_driver:
             return FollowerLoop(runner=runner, ranks=ranks, weights=self._rank_weights)
         scheduler = Scheduler(self.config)
-        scheduler.version = self._version
+        scheduler.version = self._weights.version
         self._driver_runner = None if ranks is None else DriverRunner(runner, ranks)
         return GenerationLoop(
             scheduler=scheduler,
@@ -517,18 +526,16 @@ class ContinuousBatchingManager:
         self._pauses_of_thread.count -= 1
         self._loop.release_pause()
 
-    def _check_version(self, wanted: int | None) -> None:
-        if wanted is not None and wanted <= self._version:
-            raise InvalidRequest(
-                f"version is {wanted}; it must be above the present one, {self._version}",
-                "version",
-            )
-
-    def _change_version(self, wanted: int | None, *, in_flight: str) -> None:
-        with self._lock:
-            version = self._version + 1 if wanted is None else wanted
-            self._loop.change_version(version, in_flight=in_flight)
-            self._version = version
+    def _checked_pin(self, version: int | None) -> int | None:
+        if version is not None and type(version) is not int:
+            raise InvalidRequest(f"weight_version is {version!r}; it must be an integer", "weight_version")
+        if version in (None, self.weight_version):
+            return version
+        raise WeightVersionGone(
+            f"the request is pinned to weight version {version}, and {self.weight_version} is served; pin that one, or"
+            " none",
+            "weight_version",
+        )
 
 
 def _end_thread(loop: GenerationLoop | FollowerLoop, thread: threading.Thread) -> None:

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 from enum import Enum, StrEnum
@@ -57,6 +57,7 @@ class Deed(StrEnum):
     COMMIT = "commit"
     ROLLBACK = "rollback"
     DISCARD = "discard"
+    DIGEST = "digest"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +67,20 @@ class WeightsTask:
     deed: Deed
     number: int
     staged: int
-    path: str = ""
+    paths: tuple[str, ...] = ()
     cast: bool = False
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of a task on one rank. source: which files were read. error: class, message, tensor of a failure."""
+    """What became of a task on one rank. source: which files were read. digests: of the parts that lie there. error:
+    class, message, tensor of a failure.
+    """
 
     rank: int
     source: str = ""
+    digests: dict[str, str] = field(default_factory=dict)
     error: tuple[str, str, str | None] | None = None
 
 
@@ -126,17 +131,25 @@ class RankGroup:
             self._orders.delete_key(f"order/{self._num_orders - KEPT_ORDERS}")
             self._num_orders += 1
 
-    def ask(self, deed: Deed, *, staged: int | None = None, path: str = "", cast: bool = False) -> int:
+    def ask(
+        self,
+        deed: Deed,
+        *,
+        staged: int | None = None,
+        paths: Sequence[str] = (),
+        cast: bool = False,
+        partial: bool = False,
+    ) -> int:
         """Sends a task to the other ranks and gives its number; the driver calls it and holds `asking`."""
         self._num_asked += 1
         number = self._num_asked
-        task = WeightsTask(deed, number, number if staged is None else staged, path, cast)
+        task = WeightsTask(deed, number, number if staged is None else staged, tuple(paths), cast, partial)
         self.send(Order(Verb.WEIGHTS, task=task))
         return task.number
 
     def answer(self, number: int, answer: Answer) -> None:
         """Tells the driver what became of a task."""
-        self._answers.set(f"answer/{number}/{self.rank}", json.dumps([answer.source, answer.error]))
+        self._answers.set(f"answer/{number}/{self.rank}", json.dumps([answer.source, answer.digests, answer.error]))
 
     def answers(self, number: int) -> list[Answer]:
         """Gives the answers of the other ranks to a task; raises EngineDead when one does not come in time."""
@@ -145,11 +158,11 @@ class RankGroup:
             key = f"answer/{number}/{rank}"
             try:
                 self._answers.wait([key], timedelta(seconds=self.timeout_s))
-                source, failure = json.loads(self._answers.get(key))
+                source, digests, failure = json.loads(self._answers.get(key))
             except RuntimeError as error:
                 raise EngineDead(f"rank {rank} gave no answer within {self.timeout_s:.0f} s: {error}") from error
             self._answers.delete_key(key)
-            found.append(Answer(rank, source, failure and tuple(failure)))
+            found.append(Answer(rank, source, digests, failure and tuple(failure)))
         return found
 
     def orders(self) -> Iterator[Order]:
@@ -284,4 +297,8 @@ def decode(text: bytes) -> Order:
         ],
         copies=[[BlockCopy(CopyKind(kind), source, target) for kind, source, target in group] for group in copies],
     )
-    return Order(Verb(verb), plan, task and WeightsTask(Deed(task[0]), *task[1:]))
+    return Order(Verb(verb), plan, task and _task(*task))
+
+
+def _task(deed: str, number: int, staged: int, paths: list[str], cast: bool, partial: bool) -> WeightsTask:
+    return WeightsTask(Deed(deed), number, staged, tuple(paths), cast, partial)

@@ -6,14 +6,15 @@ steps, while the driver holds its loop still.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import EngineDead, WeightsError, WeightsInvalid, WeightsSourceError
 from engine.parallel import Answer, Deed, RankGroup, WeightsTask
-from engine.weights import Part, StagedWeights, read_part
+from engine.weights import Contents, Part, StagedWeights, digests_of_ranks, read_part, served_digests
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,11 @@ class WeightsOfRanks(StagedWeights):
     Invariant: outside of a call all ranks are in the same state, unless one is gone, which ends the engine.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], ranks: RankGroup, *, number: int) -> None:
-        """Takes the driver's own part, and the number under which the others have theirs."""
-        super().__init__(pairs)
+    def __init__(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], contents: Contents, ranks: RankGroup, *, number: int
+    ) -> None:
+        """Takes the driver's own part, what all ranks hold, and the number under which the others have theirs."""
+        super().__init__(pairs, contents)
         self._ranks = ranks
         self._number = number
 
@@ -55,21 +58,38 @@ class WeightsOfRanks(StagedWeights):
             _raise_first(self._ranks.answers(self._ranks.ask(deed, staged=self._number)))
 
 
-def stage_on_ranks(model: PreTrainedModel, path: str, ranks: RankGroup, *, cast: bool = False) -> WeightsOfRanks:
+def stage_on_ranks(
+    model: PreTrainedModel, paths: Sequence[str], ranks: RankGroup, *, cast: bool = False, partial: bool = False
+) -> WeightsOfRanks:
     """Gives new weights, staged on every rank; where one cannot take them, none keeps any and its error is raised.
 
     The driver calls it. Raises what `stage_weights` raises, and EngineDead when a rank does not answer.
     """
     with ranks.asking:
-        number = ranks.ask(Deed.STAGE, path=path, cast=cast)
+        number = ranks.ask(Deed.STAGE, paths=paths, cast=cast, partial=partial)
         try:
-            part = _read_everywhere(lambda: read_part(model, path, cast=cast), ranks, number)
+            part = _read_everywhere(lambda: read_part(model, paths, cast=cast, partial=partial), ranks, number)
         except EngineDead:
             raise
         except BaseException:
             ranks.answers(ranks.ask(Deed.DISCARD, staged=number))
             raise
-    return WeightsOfRanks(part.pairs, ranks, number=number)
+    return WeightsOfRanks(part.pairs, part.contents, ranks, number=number)
+
+
+def digests_on_ranks(model: PreTrainedModel, ranks: RankGroup) -> dict[str, str]:
+    """Gives the digests of what all ranks serve, each made of those of its parts; the driver calls it.
+
+    While it reads, no rank takes another task.
+    """
+    with ranks.asking:
+        number = ranks.ask(Deed.DIGEST)
+        try:
+            own = served_digests(model)
+        finally:
+            answers = ranks.answers(number)
+    _raise_first(answers)
+    return digests_of_ranks([own, *(answer.digests for answer in answers)])
 
 
 class RankWeights:
@@ -82,7 +102,7 @@ class RankWeights:
 
     def obey(self, task: WeightsTask) -> None:
         """Does what the driver wants; called between two steps, which go on while weights are read."""
-        if task.deed is Deed.STAGE:
+        if task.deed in (Deed.STAGE, Deed.DIGEST):
             threading.Thread(target=self._answer, args=(task,), name="pitstop-staging", daemon=True).start()
         else:
             self._answer(task)
@@ -90,17 +110,20 @@ class RankWeights:
     def _answer(self, task: WeightsTask) -> None:
         rank = self._ranks.rank
         try:
-            answer = Answer(rank, self._do(task))
+            answer = self._do(task)
         except Exception as error:  # noqa: BLE001  # the driver raises it
             logger.warning("weights refused deed=%s error=%r", task.deed, str(error))
             answer = Answer(rank, error=(type(error).__name__, str(error), getattr(error, "tensor", None)))
         self._ranks.answer(task.number, answer)
 
-    def _do(self, task: WeightsTask) -> str:
+    def _do(self, task: WeightsTask) -> Answer:
+        rank = self._ranks.rank
+        if task.deed is Deed.DIGEST:
+            return Answer(rank, digests=served_digests(self._model))
         if task.deed is Deed.STAGE:
-            part = read_part(self._model, task.path, cast=task.cast)
+            part = read_part(self._model, task.paths, cast=task.cast, partial=task.partial)
             self._staged[task.staged] = StagedWeights(part.pairs)
-            return part.source
+            return Answer(rank, part.source, dict(part.contents.digests))
         staged = self._staged.get(task.staged)
         if task.deed is Deed.COMMIT:
             if staged is None:
@@ -111,7 +134,7 @@ class RankWeights:
         elif staged is not None:
             staged.discard()
             del self._staged[task.staged]
-        return ""
+        return Answer(rank)
 
 
 def _read_everywhere(read: Callable[[], Part], ranks: RankGroup, number: int) -> Part:
@@ -127,7 +150,8 @@ def _read_everywhere(read: Callable[[], Part], ranks: RankGroup, number: int) ->
                 f"rank {answer.rank} read other files than the driver ({answer.source}, not {part.source}); stage them"
                 " again when they are complete and the same for all ranks"
             )
-    return part
+    digests = digests_of_ranks([part.contents.digests, *(answer.digests for answer in answers)])
+    return replace(part, contents=replace(part.contents, digests=digests))
 
 
 def _raise_first(answers: Iterable[Answer]) -> None:

@@ -33,6 +33,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     CANCELLED = "cancelled"
     FAILED = "failed"
+    WEIGHT_VERSION_GONE = "weight_version_gone"
+    """The weight version that it was pinned to is served no more."""
 
 
 @dataclass(frozen=True, slots=True)

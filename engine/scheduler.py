@@ -8,6 +8,8 @@ and sits the step out where that does not do: when its last token is on its way,
 have to see the token, when children are about to fork from it. Nobody gives way meanwhile: a request that lacks blocks
 sets `must_drain`, and the next plan is made when nothing is in flight. Blocks of a request that ended with a row in
 flight are free when that row is committed.
+
+Before a swap of the weights requests that have not begun may be held back while those that have begun finish.
 """
 
 from collections.abc import Iterator
@@ -36,6 +38,7 @@ STATUS_OF = {
     FinishReason.LENGTH: RequestStatus.FINISHED,
     FinishReason.CANCELLED: RequestStatus.CANCELLED,
     FinishReason.FAILED: RequestStatus.FAILED,
+    FinishReason.WEIGHT_VERSION_GONE: RequestStatus.CANCELLED,
 }
 
 
@@ -53,8 +56,8 @@ class Counters:
 class Scheduler:
     """Owns every active request and the block pools.
 
-    Invariants: every request waits, runs, or is the child of one whose prompt is not computed yet; only running ones
-    hold blocks, and ended ones that have a row in flight.
+    Invariants: every request waits in line, is held back, runs, or is the child of one whose prompt is not computed
+    yet; only running ones hold blocks, and ended ones that have a row in flight.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -69,6 +72,8 @@ class Scheduler:
         self._line = WaitingLine(LINE_ORDERS[config.scheduler_type])
         self._running: dict[str, ActiveRequest] = {}
         self._unborn: dict[str, ActiveRequest] = {}
+        self._held: dict[str, ActiveRequest] = {}
+        self._holds_all = self._holds_pinned = False
         self._ending: set[ActiveRequest] = set()
         self.num_in_flight = 0
         """Steps that were planned and are not committed."""
@@ -81,15 +86,16 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
+        """There is something to compute: requests that are held back do not count."""
         return bool(self._line or self._running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._line)
+        return len(self._line) + len(self._held)
 
     def requests(self) -> list[ActiveRequest]:
         """All active requests, oldest first."""
-        everyone = [*self._running.values(), *self._line, *self._unborn.values()]
+        everyone = [*self._running.values(), *self._waiting(), *self._unborn.values()]
         return sorted(everyone, key=lambda request: request.arrival)
 
     def add(self, request: ActiveRequest) -> None:
@@ -168,10 +174,33 @@ class Scheduler:
         self, request_id: str, reason: FinishReason, now: float, *, error: str | None = None
     ) -> ActiveRequest | None:
         """Ends a request before its time (cancelled, failed) and frees its blocks; None when it is not active."""
-        request = self._running.get(request_id) or self._line.get(request_id) or self._unborn.get(request_id)
+        request = self._running.get(request_id) or self._line.get(request_id)
+        request = request or self._held.get(request_id) or self._unborn.get(request_id)
         if request is not None:
             self._end(request, reason, now, error=error)
         return request
+
+    def hold_back(self, *, everybody: bool, pinned: bool) -> None:
+        """Keeps requests that have not begun out of the line from here on, or only those with a pinned version.
+
+        With neither they are back in line, each where its arrival puts it.
+        """
+        if (everybody, pinned) == (self._holds_all, self._holds_pinned):
+            return
+        self._holds_all, self._holds_pinned = everybody, pinned
+        misplaced = [request for request in self._line if self._is_held_back(request)]
+        misplaced += [request for request in self._held.values() if not self._is_held_back(request)]
+        for request in misplaced:
+            self._leave_line(request)
+            self._enter_line(request)
+
+    def has_begun(self, *, only_pinned: bool) -> bool:
+        """Gives whether a request has begun and not ended, of all or of those with a pinned version."""
+        return any(
+            request.is_begun and (not only_pinned or request.pinned_version is not None)
+            for requests in (self._running.values(), self._line.unordered())
+            for request in requests
+        )
 
     def set_version(self, version: int, *, recompute: bool = False) -> None:
         """Starts a new weight version: no prefix of another version is found or published from here on.
@@ -192,7 +221,7 @@ class Scheduler:
         running = self._running.values()
         pools = [group.pool for group in self.groups]
         return EngineStats(
-            num_waiting=len(self._line) + len(self._unborn),
+            num_waiting=self.num_waiting + len(self._unborn),
             num_running=len(self._running),
             queued_prefill_tokens=self._waiting_prefill_tokens
             + sum(request.num_to_compute for request in running if request.num_to_compute > 1),
@@ -231,11 +260,13 @@ class Scheduler:
         for request in self._ending:
             assert request.status.is_terminal
             assert 0 < request.num_in_flight <= self.num_in_flight
-        for request in [*self._line, *self._unborn.values()]:
+        for request in [*self._waiting(), *self._unborn.values()]:
             assert not any(request.block_tables)
             assert request.num_computed == request.num_pending == request.num_in_flight == 0
-        assert self._waiting_prefill_tokens == sum(request.num_to_compute for request in self._line)
-        assert self._waiting_decode_tokens == sum(request.num_to_generate for request in self._line)
+        assert self._waiting_prefill_tokens == sum(request.num_to_compute for request in self._waiting())
+        assert self._waiting_decode_tokens == sum(request.num_to_generate for request in self._waiting())
+        assert not any(self._is_held_back(request) for request in self._line)
+        assert all(self._is_held_back(request) for request in self._held.values())
 
     # Planning
 
@@ -328,6 +359,7 @@ class Scheduler:
 
     def _start_running(self, request: ActiveRequest, now: float) -> None:
         self._running[request.request_id] = request
+        request.is_begun = True
         request.status = RequestStatus.PREFILLING
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed
@@ -392,6 +424,7 @@ class Scheduler:
         """Puts children that cannot share blocks (any more) in line as requests of their own."""
         for child in parent.children:
             if self._unborn.pop(child.request_id, None) is not None:
+                child.is_begun = parent.is_begun
                 self._enter_line(child)
         parent.children = []
 
@@ -450,13 +483,25 @@ class Scheduler:
         for group, table in zip(self.groups, request.block_tables, strict=True):
             group.release(table)
 
+    def _waiting(self) -> Iterator[ActiveRequest]:
+        yield from self._line
+        yield from self._held.values()
+
+    def _is_held_back(self, request: ActiveRequest) -> bool:
+        is_meant = self._holds_all or (self._holds_pinned and request.pinned_version is not None)
+        return is_meant and not request.is_begun
+
     def _enter_line(self, request: ActiveRequest) -> None:
-        self._line.push(request)
+        if self._is_held_back(request):
+            self._held[request.request_id] = request
+        else:
+            self._line.push(request)
         self._waiting_prefill_tokens += request.num_to_compute
         self._waiting_decode_tokens += request.num_to_generate
 
     def _leave_line(self, request: ActiveRequest) -> None:
-        self._line.remove(request)
+        if self._held.pop(request.request_id, None) is None:
+            self._line.remove(request)
         self._waiting_prefill_tokens -= request.num_to_compute
         self._waiting_decode_tokens -= request.num_to_generate
 

@@ -50,10 +50,12 @@ class RequestFactory:
         hints: WorkloadHints | None = None,
         has_tokenizer: bool = False,
         constraint: TokenConstraint | None = None,
+        pinned_version: int | None = None,
     ) -> ActiveRequest:
         """Gives a request, with the children that sample its prompt too. Raises InvalidRequest and its kinds.
 
-        has_tokenizer: a tokenizer comes with it, so that the model's own stop strings apply.
+        has_tokenizer: a tokenizer comes with it, so that the model's own stop strings apply. pinned_version: the one
+        weight version that may sample its tokens and its children's.
         """
         prompt_ids = self._checked_ids(input_ids)
         if cache_salt is not None and not isinstance(cache_salt, str):
@@ -72,6 +74,7 @@ class RequestFactory:
             tenant=hints.tenant,
             priority=hints.priority,
             constraint=constraint,
+            pinned_version=pinned_version,
         )
         names = sequence_ids(parent.request_id, parent.sampling.num_return_sequences or 1)
         parent.children = [_child(parent, index, name) for index, name in enumerate(names[:-1])]
@@ -221,6 +224,7 @@ def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
         priority=parent.priority,
         parent_id=parent.request_id,
         constraint=None if parent.constraint is None else parent.constraint.fork(),
+        pinned_version=parent.pinned_version,
     )
 
 

@@ -5,7 +5,7 @@ k older ones before it, it waits for at most (k + 1) * MAX_OVERTAKEN admissions.
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 from engine.active_request import ActiveRequest
@@ -44,6 +44,10 @@ class WaitingLine:
     def __iter__(self) -> Iterator[ActiveRequest]:
         """All of them, oldest first."""
         return iter(sorted(self._members.values(), key=lambda request: request.arrival))
+
+    def unordered(self) -> Iterable[ActiveRequest]:
+        """All of them, as they come."""
+        return self._members.values()
 
     def get(self, request_id: str) -> ActiveRequest | None:
         return self._members.get(request_id)

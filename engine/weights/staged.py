@@ -1,12 +1,13 @@
 """A set of checked weights beside those in use, and the exchange of the two."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from engine.errors import WeightsError
+from engine.weights.digests import Contents
 
 
 class _State(StrEnum):
@@ -23,9 +24,16 @@ class StagedWeights:
     storage share the new one. Invariant: the model holds all of the one set and this object all of the other.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    is_streamed = False
+    """The new weights are not in memory: the commit reads them, tensor by tensor."""
+
+    based_on: int | None = None
+    """The weight version whose parameters a partial source leaves as they are; None where it leaves none."""
+
+    def __init__(self, pairs: Iterable[tuple[Tensor, Tensor]], contents: Contents | None = None) -> None:
         """Takes pairs of a tensor of the model and the new tensor for it, of the same shape, dtype and device."""
         self._pairs = list(pairs)
+        self._contents = contents or Contents()
         distinct = {id(spare): spare for _, spare in self._pairs}.values()
         self.num_tensors = len(distinct)
         self.size_bytes = sum(spare.numel() * spare.element_size() for spare in distinct)
@@ -36,6 +44,26 @@ class StagedWeights:
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """The tensors of the model, each with the one that an exchange would give it."""
         return list(self._pairs)
+
+    @property
+    def digests(self) -> Mapping[str, str]:
+        """By name in the model's state dict, a digest of each parameter as it will be served; tied names share one."""
+        return self._contents.digests
+
+    @property
+    def digest(self) -> str:
+        """One digest over all of them."""
+        return self._contents.digest
+
+    @property
+    def unchanged(self) -> tuple[str, ...]:
+        """The parameters that a partial source does not name; they keep the values they had when it was staged."""
+        return self._contents.unchanged
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes of tensors were read."""
+        return self._contents.num_bytes
 
     def commit(self, *, in_place: bool = False) -> None:
         """Gives the model the new weights; the old ones are kept for `rollback`. On an error nothing has changed.

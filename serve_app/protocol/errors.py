@@ -34,6 +34,7 @@ from engine import (
     WeightsError,
     WeightsInvalid,
     WeightsSourceError,
+    WeightVersionGone,
 )
 
 
@@ -103,6 +104,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     InvalidRequest: ErrorRule(400, "invalid_request_error", "invalid_request"),
     ContextLengthExceeded: ErrorRule(400, "invalid_request_error", "context_length_exceeded"),
     DuplicateRequest: ErrorRule(409, "invalid_request_error", "duplicate_request"),
+    WeightVersionGone: ErrorRule(409, "invalid_request_error", "weight_version_gone"),
     QueueFull: ErrorRule(429, "overloaded_error", "queue_full"),
     EngineStopped: ErrorRule(503, "server_error", "engine_stopped"),
     EngineDead: ErrorRule(503, "server_error", "engine_dead"),

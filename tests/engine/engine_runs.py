@@ -100,6 +100,12 @@ def prompt_of(length: int, *, seed: int = 0, vocab_size: int = 256) -> list[int]
     return ids
 
 
+def is_pause_wanted(manager: ContinuousBatchingManager) -> bool:
+    """Gives whether somebody waits for the loop to park, or holds it."""
+    loop = manager._loop
+    return bool(loop._num_pauses or loop._holds)
+
+
 class StepGate:
     """Lets the generation thread do one step at a time. Make it after the manager, which tries the model out."""
 

@@ -121,8 +121,14 @@ def swap(manager: ContinuousBatchingManager) -> dict[str, object]:
     if not manager.is_driver:
         return {}
     found |= {"still": ask(manager), "still_version": manager.weight_version}
+    found["before"] = manager.weight_digests() == manager.stage_weights("../first").digests
     manager.commit_weights(staged, version=7)
+    found["verified"] = manager.weight_digests() == staged.digests
     staged.discard()
+    part = manager.stage_weights("../part", partial=True)
+    manager.commit_weights(part, version=8)
+    found["partly"] = [len(part.unchanged), manager.weight_digests() == part.digests, part.digest != staged.digest]
+    manager.commit_weights(manager.stage_weights(["../first", "../second"]), version=9)
     return found | {"after": ask(manager), "version": manager.weight_version}
 
 

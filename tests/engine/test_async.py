@@ -13,6 +13,7 @@ from engine_runs import (
     DEADLINE_S,
     StepGate,
     greedy,
+    is_pause_wanted,
     prompt_of,
     result_of,
     run_all,
@@ -73,7 +74,7 @@ def commit_at_gate(manager: ContinuousBatchingManager, gate: StepGate, folder: P
     staged = stage_weights(manager.model, str(folder))
     with ThreadPoolExecutor(1) as pool:
         commit = pool.submit(manager.commit_weights, staged, in_flight=in_flight)
-        wait_until(lambda: manager._loop._num_pauses > 0)
+        wait_until(lambda: is_pause_wanted(manager))
         gate.open()
         commit.result(DEADLINE_S)
 
@@ -90,7 +91,7 @@ def test_a_pause_begins_when_both_steps_have_ended(manager: ContinuousBatchingMa
 
     holder = threading.Thread(target=hold)
     holder.start()
-    wait_until(lambda: manager._loop._num_pauses > 0)
+    wait_until(lambda: is_pause_wanted(manager))
     gate.open()
     assert is_parked.wait(DEADLINE_S)
     (request,) = manager._loop._scheduler.requests()

@@ -20,6 +20,7 @@ from engine_runs import (
     DEADLINE_S,
     StepGate,
     greedy,
+    is_pause_wanted,
     prompt_of,
     result_of,
     run_all,
@@ -262,7 +263,7 @@ def commit_at_gate(manager: ContinuousBatchingManager, gate: StepGate, staged: A
     """Commits after the step that stands at the gate."""
     with ThreadPoolExecutor(1) as pool:
         commit = pool.submit(manager.commit_weights, staged, **arguments)
-        wait_until(lambda: manager._loop._num_pauses > 0)
+        wait_until(lambda: is_pause_wanted(manager))
         gate.open()
         commit.result(DEADLINE_S)
 

@@ -82,10 +82,13 @@ def test_a_batch_has_its_results_at_the_driver_and_staging_is_refused_by_name(fo
 def test_new_weights_reach_every_rank_or_none(folder: Path) -> None:
     for family in CUT_FAMILIES:
         tiny_model(family, seed=3).save_pretrained(folder / family)
+    tiny_model("llama").save_pretrained(folder / "first")
     for name in ("second", "here/alone", "here/mixed", "there/mixed"):
         tiny_model("llama", seed=2).save_pretrained(folder / name)
     second = load_file(folder / "second" / "model.safetensors")
     second["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
+    (folder / "part").mkdir()
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "part" / "model.safetensors")
     (folder / "corrupt").mkdir()
     save_file(second, folder / "corrupt" / "model.safetensors")
     found = run_ranks(folder, "swap")
@@ -98,7 +101,8 @@ def test_new_weights_reach_every_rank_or_none(folder: Path) -> None:
     assert found["unchanged"] == found["still"] == old
     assert found["still_version"] == 1
     assert found["after"] == greedy(tiny_model("llama", seed=2), PROMPTS[0]) != old
-    assert found["version"] == 7
+    assert found["version"] == 9
+    assert (found["before"], found["verified"], found["partly"]) == (True, True, [20, True, True])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +143,7 @@ def test_an_order_survives_its_journey() -> None:
     request = ActiveRequest("a", [1, 2, 3], SamplingParams(), created_time=0.0)
     row = PlannedRow(request, 1, [2, 3], [[4], [5]], samples=True)
     order = Order(Verb.STEP, StepPlan([row], [[BlockCopy(CopyKind.TO_HOST, 1, 2)], []]))
-    task = WeightsTask(Deed.STAGE, 3, 3, "/some/folder", cast=True)
+    task = WeightsTask(Deed.STAGE, 3, 3, ("/some/folder", "/another"), cast=True)
     assert decode(encode(Order(Verb.WEIGHTS, task=task)).encode()).task == task
     there = decode(encode(order).encode())
     assert there.task is None

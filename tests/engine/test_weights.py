@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import WeightsError, WeightsInvalid, WeightsSourceError
-from engine.weights import StagedWeights, stage_weights
+from engine.weights import StagedWeights, digest_of, digest_of_all, digests_of_ranks, stage_weights
 from engine.weights.folder import open_folder
 
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
@@ -418,3 +418,112 @@ def test_a_quantized_model_is_refused(tmp_path: Path) -> None:
     setattr(model, "is_quantized", True)  # noqa: B010  # an attribute that quantizers add
     with pytest.raises(WeightsInvalid, match="quantized"):
         stage_weights(model, str(tmp_path))
+
+
+# Layers, parts and digests
+
+
+def written(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
+    folder.mkdir()
+    save_file(dict(tensors), folder / SINGLE)
+    return folder
+
+
+def test_a_later_layer_overrides_an_earlier_one(tmp_path: Path) -> None:
+    model, other = tiny_model(seed=1), tiny_model(seed=2)
+    other.save_pretrained(tmp_path / "base")
+    first = written(tmp_path / "first", {UP_PROJ: torch.ones(96, 64), "model.norm.weight": torch.ones(64)})
+    second = written(tmp_path / "second", {UP_PROJ: torch.full((96, 64), 2.0)})
+    staged = stage_weights(model, [tmp_path / "base", first, str(second)])
+    staged.commit()
+    expected = snapshot(other) | {UP_PROJ: torch.full((96, 64), 2.0), "model.norm.weight": torch.ones(64)}
+    assert_same(model, expected)
+    assert staged.unchanged == ()
+    assert staged.digests == {name: digest_of(tensor) for name, tensor in expected.items()}
+
+
+def test_layers_together_must_hold_everything(tmp_path: Path) -> None:
+    part = written(tmp_path / "part", {UP_PROJ: torch.ones(96, 64)})
+    with pytest.raises(WeightsInvalid, match="20 missing"):
+        stage_weights(tiny_model(), [part])
+    with pytest.raises(WeightsSourceError, match="at least one"):
+        stage_weights(tiny_model(), [])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_neox"])
+def test_a_layer_may_have_the_names_of_the_model_where_the_base_has_those_of_a_checkpoint(
+    family: str, tmp_path: Path
+) -> None:
+    model, other, third = (tiny_model(family, seed=seed) for seed in (1, 2, 3))
+    other.save_pretrained(tmp_path / "base")
+    changed = {name: tensor.clone() for name, tensor in third.state_dict().items() if ".1." in name}
+    staged = stage_weights(model, [tmp_path / "base", written(tmp_path / "delta", changed)])
+    staged.commit()
+    assert_same(model, snapshot(other) | changed)
+
+
+def test_a_layer_may_bring_one_expert(tmp_path: Path) -> None:
+    model, other = tiny_model("mixtral", seed=1), tiny_model("mixtral", seed=2)
+    other.save_pretrained(tmp_path)
+    name = next(name for name in load_file(tmp_path / SINGLE) if ".1." in name and "experts.2.w2" in name)
+    expert = torch.full_like(load_file(tmp_path / SINGLE)[name], 0.5)
+    stage_weights(model, [tmp_path, written(tmp_path / "delta", {name: expert})]).commit()
+    expected = snapshot(other)
+    expected["model.layers.1.mlp.experts.down_proj"][2] = expert
+    assert_same(model, expected)
+
+
+def test_a_layer_overrides_a_tied_tensor_under_either_name(tmp_path: Path) -> None:
+    model, other = tiny_model("llama_tied", seed=1), tiny_model("llama_tied", seed=2)
+    other.save_pretrained(tmp_path)
+    head = torch.full_like(other.lm_head.weight.detach(), 0.25)
+    staged = stage_weights(model, [tmp_path, written(tmp_path / "delta", {"lm_head.weight": head})])
+    staged.commit()
+    assert torch.equal(model.model.embed_tokens.weight, head)
+    assert staged.digests["lm_head.weight"] == staged.digests["model.embed_tokens.weight"] == digest_of(head)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_partial_source_leaves_the_rest_and_names_it(is_tied: bool, tmp_path: Path) -> None:
+    model = tiny_model("llama_tied" if is_tied else "llama", seed=1)
+    before = snapshot(model)
+    part = written(tmp_path / "part", {UP_PROJ: torch.ones(96, 64)})
+    staged = stage_weights(model, part, partial=True)
+    assert set(staged.unchanged) == before.keys() - {UP_PROJ}
+    assert (staged.num_tensors, staged.num_bytes) == (1, 96 * 64 * 4)
+    staged.commit()
+    expected = before | {UP_PROJ: torch.ones(96, 64)}
+    assert_same(model, expected)
+    assert staged.digests == {name: digest_of(tensor) for name, tensor in expected.items()}
+
+
+def test_a_partial_source_is_checked_as_any_other(tmp_path: Path) -> None:
+    for name, tensor, message in (
+        ("model.layers.9.mlp.up_proj.weight", torch.ones(96, 64), "unknown to the model"),
+        (UP_PROJ, torch.ones(64, 96), "of another shape"),
+        (UP_PROJ, torch.full((96, 64), float("nan")), "not finite"),
+    ):
+        folder = written(tmp_path / message, {name: tensor})
+        with pytest.raises(WeightsInvalid, match=message):
+            stage_weights(tiny_model(), folder, partial=True)
+
+
+def test_digests_are_of_what_is_served_and_tell_every_difference(tmp_path: Path) -> None:
+    model, other = tiny_model(seed=1), tiny_model(seed=2).bfloat16()
+    other.save_pretrained(tmp_path)
+    staged = stage_weights(model, tmp_path, cast=True)
+    staged.commit()
+    assert staged.digests == {name: digest_of(tensor) for name, tensor in model.state_dict().items()}
+    assert staged.digest == digest_of_all(dict(reversed(staged.digests.items())))
+    one = torch.arange(12.0).reshape(3, 4)
+    others = [one.reshape(4, 3), one.double(), one.view(torch.int32), one.clone().put_(torch.tensor(3), one[0, 0])]
+    digests = {digest_of(tensor) for tensor in [one, *others, torch.empty(0), torch.empty(0, 2), torch.tensor(1.0)]}
+    assert len(digests) == 8
+    assert digest_of(one.t().contiguous().t()) == digest_of(one)
+
+
+def test_digests_of_ranks_are_the_common_one_or_of_all_parts_in_order() -> None:
+    first, second = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
+    joined = digests_of_ranks([first, second])
+    assert joined["a"] == "1"
+    assert joined["b"] not in {"2", "3", digests_of_ranks([second, first])["b"]}
