@@ -212,9 +212,12 @@ class EngineReplica:
         )
 
     def _check_version(self, request: GenerateRequest) -> None:
-        """Looks again at what the router chose this replica for; versions only grow, so what fits now will fit on."""
+        """Looks again at what the router chose this replica for; versions only grow, so what fits now will fit on.
+
+        The engine looks at a pinned version itself, when it takes the request and at every swap.
+        """
         version = self._follower.version
-        if not request.accepts(version):
+        if version < (request.min_weight_version or 0):
             raise WeightVersionUnavailable(
                 f"min_weight_version is {request.min_weight_version}; this replica serves weight version {version}"
             )
@@ -230,6 +233,7 @@ class EngineReplica:
                 sampling=sampling,
                 cache_salt=request.cache_salt,
                 hints=request.hints,
+                weight_version=request.weight_version,
             )
         except PitstopError:
             self._manager.forget_result_handler(request.request_id)

@@ -1,7 +1,8 @@
 """The application, from any event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -38,14 +39,23 @@ class Pitstop:
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
         min_weight_version: int | None = None,
+        weight_version: int | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
 
         Closing the generator (leaving the loop, `aclose`) ends the request in the engine. min_weight_version: the least
         version of the weights that may answer; raises WeightVersionUnavailable where it is not committed in time.
+        weight_version: the only one that may; raises WeightVersionGone where no replica serves it, and one that is
+        swapped away later ends the answer with the finish reason `weight_version_gone`.
         """
         response = self._stream_handle.generate.remote(
-            prompt, sampling, hints, stop=stop, cache_salt=cache_salt, min_weight_version=min_weight_version
+            prompt,
+            sampling,
+            hints,
+            stop=stop,
+            cache_salt=cache_salt,
+            min_weight_version=min_weight_version,
+            weight_version=weight_version,
         )
         stream = HandleStream(response, timeout_s=self._timeout_s)
         try:
@@ -61,12 +71,13 @@ class Pitstop:
         *,
         stop: str | Sequence[str] = (),
         min_weight_version: int | None = None,
+        weight_version: int | None = None,
         max_concurrent: int = MAX_CONCURRENT,
     ) -> list[Completion | PitstopError]:
         """Gives one output for each prompt, in their order; a prompt that fails gives its own error.
 
-        sampling is one for all, or one for each; min_weight_version is as in `generate`. A full queue is waited for, up
-        to the timeout of this object.
+        sampling is one for all, or one for each; the weight versions are as in `generate`. A full queue is waited for,
+        up to the timeout of this object.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one text; give a list of prompts")
@@ -76,9 +87,17 @@ class Pitstop:
         places = asyncio.Semaphore(max_concurrent)
 
         async def complete(prompt: Prompt, params: SamplingParams | None) -> Completion | PitstopError:
+            ask = partial(
+                self.generate,
+                prompt,
+                params,
+                stop=stop,
+                min_weight_version=min_weight_version,
+                weight_version=weight_version,
+            )
             async with places:
                 try:
-                    return await self._complete(prompt, params, stop, min_weight_version)
+                    return await self._complete(ask)
                 except PitstopError as error:
                     return error
 
@@ -120,19 +139,12 @@ class Pitstop:
         """Gives the ids of a prompt, chat template included."""
         return await call(self._handle.tokenize.remote(prompt), timeout_s=self._timeout_s, whom="the router")
 
-    async def _complete(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams | None,
-        stop: str | Sequence[str],
-        min_weight_version: int | None,
-    ) -> Completion:
+    async def _complete(self, ask: Callable[[], AsyncGenerator[TokenEvent, None]]) -> Completion:
         retry_s = FIRST_RETRY_S
         give_up_at = asyncio.get_running_loop().time() + self._timeout_s
         while True:
             try:
-                events = self.generate(prompt, sampling, stop=stop, min_weight_version=min_weight_version)
-                return join_events([event async for event in events])
+                return join_events([event async for event in ask()])
             except QueueFull:
                 if asyncio.get_running_loop().time() + retry_s > give_up_at:
                     raise

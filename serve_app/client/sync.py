@@ -33,10 +33,17 @@ class SyncPitstop:
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
         min_weight_version: int | None = None,
+        weight_version: int | None = None,
     ) -> Iterator[TokenEvent]:
         """Gives token events as `Pitstop.generate` does; leaving the loop ends the request in the engine."""
         events = self._pitstop.generate(
-            prompt, sampling, hints, stop=stop, cache_salt=cache_salt, min_weight_version=min_weight_version
+            prompt,
+            sampling,
+            hints,
+            stop=stop,
+            cache_salt=cache_salt,
+            min_weight_version=min_weight_version,
+            weight_version=weight_version,
         )
         try:
             while (event := self._wait(_next(events))) is not None:
@@ -51,10 +58,16 @@ class SyncPitstop:
         *,
         stop: str | Sequence[str] = (),
         min_weight_version: int | None = None,
+        weight_version: int | None = None,
         max_concurrent: int = MAX_CONCURRENT,
     ) -> list[Completion | PitstopError]:
         batch = self._pitstop.generate_batch(
-            prompts, sampling, stop=stop, min_weight_version=min_weight_version, max_concurrent=max_concurrent
+            prompts,
+            sampling,
+            stop=stop,
+            min_weight_version=min_weight_version,
+            weight_version=weight_version,
+            max_concurrent=max_concurrent,
         )
         return self._wait(batch)
 

@@ -88,7 +88,7 @@ class GenerationRequest(SamplingFields, ABC):
     """What chat and completions have in common. null means the default, as clients expect.
 
     Extensions: those of `SamplingFields`, return_token_ids, cache_salt, session_id, min_weight_version (the least
-    version of the weights that may answer). user is the tenant.
+    version of the weights that may answer), weight_version (the only one). user is the tenant.
     """
 
     model: str
@@ -98,6 +98,7 @@ class GenerationRequest(SamplingFields, ABC):
     cache_salt: Label | None = None
     session_id: Label | None = None
     min_weight_version: WeightVersion | None = None
+    weight_version: WeightVersion | None = None
     user: Label | None = None
 
     @model_validator(mode="after")

@@ -67,6 +67,7 @@ class Router:
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
         min_weight_version: int | None = None,
+        weight_version: int | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
 
@@ -81,6 +82,7 @@ class Router:
             rules=TextRules((stop,) if isinstance(stop, str) else tuple(stop)),
             cache_salt=cache_salt,
             min_weight_version=min_weight_version,
+            weight_version=weight_version,
         )
         generation = await self._service.open(ask)
         try:

@@ -154,6 +154,7 @@ def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationServ
         rules=rules,
         cache_salt=body.cache_salt,
         min_weight_version=body.min_weight_version,
+        weight_version=body.weight_version,
     )
 
 

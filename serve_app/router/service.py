@@ -37,6 +37,7 @@ class Ask:
     rules: TextRules = field(default_factory=TextRules)
     cache_salt: str | None = None
     min_weight_version: int | None = None
+    weight_version: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -49,6 +50,13 @@ class Ask:
         if not all(isinstance(stop, str) and stop for stop in self.rules.stop_strings):
             raise InvalidRequest(f"stop is {shorten(self.rules.stop_strings)}; it must hold non-empty strings", "stop")
         _check_version("min_weight_version", self.min_weight_version)
+        _check_version("weight_version", self.weight_version)
+        if self.weight_version is not None and self.weight_version < (self.min_weight_version or 0):
+            raise InvalidRequest(
+                f"weight_version is {self.weight_version} and min_weight_version is {self.min_weight_version}; no"
+                " weights are both, give one of them",
+                "weight_version",
+            )
 
 
 class GenerationService:
@@ -88,11 +96,12 @@ class GenerationService:
             ),
             cache_salt=ask.cache_salt,
             min_weight_version=ask.min_weight_version,
+            weight_version=ask.weight_version,
         )
         return Generation(self._events(request), Answer(self.tokenizer, ask.rules))
 
     def _events(self, request: GenerateRequest) -> TokenEvents:
-        if request.min_weight_version is None:
+        if request.min_weight_version is None and request.weight_version is None:
             return MeteredEvents(self.fleet.generate(request), self._meter)
         limits = self._settings.limits
         wait_s = min(limits.version_wait_s, limits.request_timeout_s)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from engine import WeightSpan
+from engine import WeightSpan, WeightVersionGone
 from serve_app.messages import TokenEvent
 from serve_app.metrics import Recorder
 from serve_app.protocol.errors import WeightVersionUnavailable
@@ -12,6 +12,8 @@ from serve_app.router.generation import TokenEvents
 
 NUM_SHOWN_VERSIONS = 4
 """The newest ones have a series each: a trainer makes thousands of versions, and few of them generate at one time."""
+REFUSAL_OUTCOMES = ("unavailable", "gone")
+"""A least version that did not come in time, and a pinned one that nobody serves."""
 OLDER = "older"
 """The label of all other versions."""
 
@@ -27,7 +29,9 @@ class VersionMeter:
         self._fleet = fleet
         self._shown: list[int] = []
         self._newest = 0
-        self.count_refusal("unavailable", amount=0)
+        for outcome in REFUSAL_OUTCOMES:
+            # From zero, so that the first one is a rise.
+            self.count_refusal(outcome, amount=0)
 
     def count_tokens(self, spans: Iterable[WeightSpan]) -> None:
         """Takes the spans of tokens just handed out."""
@@ -68,8 +72,8 @@ class MeteredEvents:
     async def __anext__(self) -> TokenEvent:
         try:
             event = await anext(self._events)
-        except WeightVersionUnavailable:
-            self._meter.count_refusal("unavailable")
+        except (WeightVersionUnavailable, WeightVersionGone) as error:
+            self._meter.count_refusal("gone" if isinstance(error, WeightVersionGone) else "unavailable")
             raise
         self._meter.count_tokens(event.weight_versions)
         for span in event.weight_versions:

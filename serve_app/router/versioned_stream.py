@@ -2,9 +2,11 @@
 
 import asyncio
 
+from engine import FinishReason, PitstopError, WeightVersionGone
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.router.fleet import Fleet
+from serve_app.router.version_watch import FleetVersions
 
 ROUTING_LAG_S = 2.0
 """What the routing policy knows of a replica is up to half a second old; on a busy machine more."""
@@ -25,40 +27,66 @@ class VersionedStream:
         self._request = request
         self._wait_s = wait_s
         self._asked_at = asyncio.get_running_loop().time()
+        self._refused_at: float | None = None
         self._retry_s = FIRST_RETRY_S
         self._is_begun = False
         self._stream = fleet.generate(request)
 
     async def __anext__(self) -> TokenEvent:
-        """Gives the next event. Raises WeightVersionUnavailable before the first one."""
+        """Gives the next event. Raises WeightVersionUnavailable and WeightVersionGone before the first one.
+
+        Later a pinned request whose version goes ends with the engine's finish reason, after the tokens it has.
+        """
         while not self._is_begun:
-            try:
-                event = await anext(self._stream)
-            except WeightVersionUnavailable:
-                await self._wait()
-                self._stream = self._fleet.generate(self._request, asked_at=self._asked_at)
-            else:
+            event = await self._first_event()
+            if event is not None:
                 self._is_begun = True
                 return event
+            await self._wait()
+            self._stream = self._fleet.generate(self._request, asked_at=self._asked_at)
         return await anext(self._stream)
 
     def close(self) -> None:
         self._stream.close()
 
+    async def _first_event(self) -> TokenEvent | None:
+        """Gives None where the replica has other weights, or got them before it drew a token."""
+        try:
+            event = await anext(self._stream)
+        except (WeightVersionUnavailable, WeightVersionGone):
+            return None
+        is_gone = event.finish_reason == FinishReason.WEIGHT_VERSION_GONE and not event.token_ids
+        return None if is_gone else event
+
     async def _wait(self) -> None:
-        """Waits until a replica serves what the request accepts; raises when none has in time."""
+        """Waits until a replica serves what the request accepts; raises when none does in time, a pin at once."""
         clock = asyncio.get_running_loop().time
+        # A request may have waited long in a replica's queue before that replica's weights changed.
+        self._refused_at = self._refused_at or clock()
         while True:
             versions = await self._fleet.versions()
             is_served = any(self._request.accepts(version) for version in versions.served)
-            wait_s = max(self._wait_s, ROUTING_LAG_S) if is_served else self._wait_s
-            if clock() >= self._asked_at + wait_s:
-                raise WeightVersionUnavailable(
-                    f"min_weight_version is {self._request.min_weight_version} and the committed weight version is"
-                    f" {versions.committed}; it did not come within {self._wait_s:g} s, ask again after the swap"
-                )
+            wait_s = self._wait_s if self._request.weight_version is None else 0.0
+            give_up_at = self._asked_at + wait_s
+            if is_served:
+                give_up_at = max(give_up_at, self._refused_at + ROUTING_LAG_S)
+            if clock() >= give_up_at:
+                raise self._refusal(versions)
             if is_served:
                 # Routing has not heard of that replica yet.
                 await asyncio.sleep(self._retry_s)
                 self._retry_s = min(2 * self._retry_s, LAST_RETRY_S)
                 return
+
+    def _refusal(self, versions: FleetVersions) -> PitstopError:
+        pin, least = self._request.weight_version, self._request.min_weight_version
+        if pin is not None:
+            return WeightVersionGone(
+                f"weight_version is {pin}, which no replica serves; the committed weight version is"
+                f" {versions.committed}, ask for that one or leave the choice open",
+                "weight_version",
+            )
+        return WeightVersionUnavailable(
+            f"min_weight_version is {least} and the committed weight version is {versions.committed}; it did not come"
+            f" within {self._wait_s:g} s, ask again after the swap"
+        )

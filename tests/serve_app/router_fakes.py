@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 
 from ray import serve
 
-from engine import InvalidRequest, QueueFull, SwapConflict, WeightsInvalid, WeightSpan
+from engine import InvalidRequest, QueueFull, SwapConflict, WeightsInvalid, WeightSpan, WeightVersionGone
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
@@ -40,7 +40,8 @@ class FakeEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         refuse(request.cache_salt)
         if not request.accepts(self._version):
-            raise WeightVersionUnavailable(f"this replica serves weight version {self._version}")
+            kind = WeightVersionUnavailable if request.weight_version is None else WeightVersionGone
+            raise kind(f"this replica serves weight version {self._version}")
         self._open.add(request.request_id)
         try:
             if request.cache_salt == "silent":

@@ -120,7 +120,7 @@ async def read(chunks: AsyncIterator[dict[str, Any]]) -> dict[str, Any]:
         found["error"] = chunk.get("error") or found["error"]
         for choice in chunk.get("choices", []):
             found["token_ids"] += choice.get("token_ids") or []
-            found["spans"] += choice.get("weight_versions") or []
+            found["spans"] = choice.get("weight_versions") or found["spans"]
             found["finish_reason"] = choice["finish_reason"] or found["finish_reason"]
     return found
 
@@ -319,6 +319,26 @@ async def test_a_swap_under_load_fails_no_stream_and_forgets_the_old_prefixes(
         assert found["spans"][0]["end"] == found["spans"][1]["start"]
     status = await fleet(http)
     assert {replica["version"] for replica in status["replicas"]} == {before + 1}
+
+
+async def test_requests_meet_the_weights_they_ask_for(http: httpx.AsyncClient, folders: dict[str, str]) -> None:
+    old = await committed(http)
+    next_one = asyncio.create_task(complete(http, min_weight_version=old + 1))
+    pinned = [await begin(stream(http, [seat, *PROMPT], max_tokens=200, weight_version=old)) for seat in range(2)]
+    response = await swap(http, folders["base"])
+    assert response.status_code == 200, response.text
+    answer = (await next_one)["choices"][0]
+    assert answer["weight_versions"] == [{"version": old + 1, "start": 0, "end": 16}]
+    assert answer["token_ids"] == expected_tokens(folders["base"])
+    for found in await asyncio.gather(*(read(chunks) for chunks in pinned)):
+        # Finished first, or ended, as the swap asks.
+        assert (found["finish_reason"] in {"length", "weight_version_gone"}, found["error"]) == (True, None)
+        assert found["spans"] == [{"version": old, "start": 0, "end": len(found["token_ids"])}]
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+    gone = await http.post("/v1/completions", json=body | {"weight_version": old})
+    assert (gone.status_code, gone.json()["error"]["code"]) == (409, "weight_version_gone")
+    assert (await complete(http, weight_version=old + 1))["choices"][0]["weight_versions"][0]["version"] == old + 1
+    assert (await numbers(http))["pitstop_version_refusals_total"] == 1
 
 
 async def test_the_python_client_generates_swaps_and_raises_the_engines_errors(

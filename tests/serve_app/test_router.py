@@ -195,6 +195,9 @@ async def test_the_official_client_works_unchanged(server: Server) -> None:
     ("/v1/completions", completion(cache_salt="full"), 429, "queue_full", None),
     ("/v1/completions", completion(cache_salt="bug"), 500, "internal_error", None),
     ("/v1/completions", completion(min_weight_version=0), 400, "invalid_request", "min_weight_version"),
+    ("/v1/chat/completions", chat(min_weight_version=2, weight_version=1), 400, "invalid_request", "weight_version"),
+    ("/v1/chat/completions", chat(weight_version=7), 409, "weight_version_gone", "weight_version"),
+    ("/v1/completions", completion(weight_version=7), 409, "weight_version_gone", "weight_version"),
     ("/small/v1/chat/completions", chat(min_weight_version=7), 409, "weight_version_unavailable", None),
     ("/small/v1/completions", completion(min_weight_version=7), 409, "weight_version_unavailable", None),
     ("/v1/unknown", {}, 404, "unknown_url", None),
@@ -372,6 +375,7 @@ async def test_a_batch_keeps_its_order_and_a_bad_prompt_fails_alone(pitstop: Pit
 @pytest.mark.parametrize(("prompt", "fields", "param"), [
     (None, {}, "prompt"), ([], {}, "prompt"), ([{"role": "robot", "content": ""}], {}, "messages[0].role"),
     ("a", {"stop": [""]}, "stop"), ("a", {"sampling": {"top_k": 1}}, "sampling"), ("a", {"hints": 3}, "hints"),
+    ("a", {"weight_version": True}, "weight_version"), ("a", {"weight_version": 7}, "weight_version"),
     ("a", {"min_weight_version": "2"}, "min_weight_version"), ("a", {"min_weight_version": 0}, "min_weight_version"),
 ])  # fmt: skip
 async def test_a_handle_refuses_what_it_cannot_use(

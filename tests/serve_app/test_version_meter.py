@@ -79,10 +79,10 @@ async def test_events_pass_and_are_counted_once() -> None:
     source = Events(event, WeightVersionUnavailable("no"))
     events = MeteredEvents(source, metered.meter)
     assert await anext(events) == event
-    assert metered.samples("pitstop_version_refusals_total") == {"unavailable": 0}
+    assert metered.samples("pitstop_version_refusals_total") == {"unavailable": 0, "gone": 0}
     with pytest.raises(WeightVersionUnavailable):
         await anext(events)
-    assert metered.samples("pitstop_version_refusals_total") == {"unavailable": 1}
+    assert metered.samples("pitstop_version_refusals_total") == {"unavailable": 1, "gone": 0}
     events.close()
     events.close()
     assert source.num_closed == 2

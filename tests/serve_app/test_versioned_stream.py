@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine import QueueFull
+from engine import QueueFull, WeightVersionGone
 from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, ReplicaReport, TokenEvent
 from serve_app.protocol.errors import NoReplica, WeightVersionUnavailable
 from serve_app.router.version_watch import FleetVersions, VersionWatch
@@ -41,11 +41,13 @@ class Fleet:
         self.streams: list[Stream] = []
         self.asked_at: list[float | None] = []
         self.failure: Exception | None = None
+        self.refusal: TokenEvent | None = None
         self.on_look: Callable[[], None] = lambda: None
 
     def generate(self, request: GenerateRequest, *, asked_at: float | None = None) -> Stream:
         version = self._met.pop(0) if len(self._met) > 1 else self._met[0]
-        refusal = WeightVersionUnavailable(f"this replica serves weight version {version}")
+        kind = WeightVersionUnavailable if request.weight_version is None else WeightVersionGone
+        refusal = self.refusal or kind(f"this replica serves weight version {version}")
         self.streams.append(Stream(LAST if request.accepts(version) else refusal))
         self.asked_at.append(asked_at)
         return self.streams[-1]
@@ -58,8 +60,8 @@ class Fleet:
         return FleetVersions(self.committed, frozenset(self.served))
 
 
-def opened(fleet: Fleet, *, wait_s: float, least: int = 5) -> VersionedStream:
-    request = GenerateRequest("r", [1], min_weight_version=least)
+def opened(fleet: Fleet, *, wait_s: float, least: int | None = 5, pin: int | None = None) -> VersionedStream:
+    request = GenerateRequest("r", [1], min_weight_version=least, weight_version=pin)
     return VersionedStream(fleet, request, wait_s=wait_s)  # type: ignore[arg-type]  # stands in for the real one
 
 
@@ -95,6 +97,28 @@ async def test_a_commit_ends_the_wait_and_the_time_counts_from_the_start() -> No
 async def test_a_replica_that_routing_does_not_know_yet_is_found_without_a_wait_setting() -> None:
     fleet = Fleet(met=[4, 4, 4, 5], committed=5, served=[4, 5])
     assert await anext(opened(fleet, wait_s=0)) == LAST
+
+
+async def test_a_pinned_version_nobody_serves_is_refused_at_once_however_long_others_wait() -> None:
+    fleet = Fleet(met=[5], committed=5, served=[5])
+    for pin in (4, 6):
+        with pytest.raises(WeightVersionGone, match=rf"weight_version is {pin}, .* version is 5,") as caught:
+            await anext(opened(fleet, wait_s=3600, least=None, pin=pin))
+        assert caught.value.param == "weight_version"
+
+
+async def test_a_pinned_request_finds_the_replica_that_still_has_its_version() -> None:
+    fleet = Fleet(met=[5, 5, 4], committed=5, served=[4, 5])
+    assert await anext(opened(fleet, wait_s=0, least=None, pin=4)) == LAST
+
+
+async def test_a_pin_that_goes_before_the_first_token_is_a_refusal_and_later_an_end() -> None:
+    fleet = Fleet(met=[5], committed=5, served=[5])
+    fleet.refusal = TokenEvent("r", [], finish_reason="weight_version_gone")
+    with pytest.raises(WeightVersionGone):
+        await anext(opened(fleet, wait_s=60, least=None, pin=4))
+    fleet.refusal = TokenEvent("r", [7], finish_reason="weight_version_gone")
+    assert (await anext(opened(fleet, wait_s=60, least=None, pin=4))).token_ids == [7]
 
 
 @pytest.mark.parametrize("failure", [NoReplica("the controller is away"), QueueFull("7 requests wait", 7)])
