@@ -43,7 +43,7 @@ test: setup ## format check, lint, types, import directions, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -n 2 --dist loadgroup -m "not slow and not gpu"
 
 test-all: setup fetch ## what takes longer or needs system packages, beyond make test
 	@for pair in $(SYSTEM_TOOLS); do command -v "$${pair%%:*}" >/dev/null || { \

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,8 +76,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def run_all(
     manager: ContinuousBatchingManager, prompts: Sequence[Sequence[int]], max_new_tokens: int, **arguments: Any
 ) -> list[list[int]]:
-    """Submits all prompts at once and gives the tokens of each."""
-    ids = [manager.add_request(prompt, max_new_tokens=max_new_tokens, **arguments) for prompt in prompts]
+    """Submits all prompts at once, so that a step begins with all of them, and gives the tokens of each."""
+    with manager.pause(weights_changed=False) if manager.is_running() else nullcontext():
+        ids = [manager.add_request(prompt, max_new_tokens=max_new_tokens, **arguments) for prompt in prompts]
     outputs = [result_of(manager, request_id) for request_id in ids]
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [list(output.generated_tokens) for output in outputs]
