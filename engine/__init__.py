@@ -38,6 +38,7 @@ from engine.request import (
     WeightSpan,
     WorkloadHints,
 )
+from engine.submission import sequence_ids
 from engine.weights import StagedWeights, stage_weights
 
 __all__ = [
@@ -77,5 +78,6 @@ __all__ = [
     "join_ranks",
     "load_model",
     "open_meeting",
+    "sequence_ids",
     "stage_weights",
 ]

@@ -64,7 +64,7 @@ class FollowerLoop:
         """Not called: requests enter at the driver."""
         raise EngineStopped(f"request {request.request_id} was sent to a rank that is not the driver")
 
-    def cancel(self, request_id: str) -> None:  # the interface of a loop
+    def cancel(self, request_id: str, *, alone: bool = False) -> None:  # the interface of a loop
         """The driver knows the request, and the driver hears of the cancelling."""
 
     def stop(self, mode: StopMode) -> None:

@@ -152,11 +152,12 @@ class GenerationLoop:
             self._num_in_inbox += len(family)
             self._wake.notify_all()
 
-    def cancel(self, request_id: str) -> None:
-        """Ends a request and its children by the end of the step in progress; unknown ids are ignored."""
+    def cancel(self, request_id: str, *, alone: bool = False) -> None:
+        """Ends a request by the end of the step in progress, its children too unless `alone`; ignores unknown ids."""
         with self._wake:
-            alone = {request_id} & self._active_ids
-            self._inbox += [_Cancel(member) for member in self._families.get(request_id, alone)]
+            itself = {request_id} & self._active_ids
+            members = itself if alone else self._families.get(request_id, itself)
+            self._inbox += [_Cancel(member) for member in members]
             self._wake.notify_all()
 
     def stop(self, mode: StopMode) -> None:

@@ -321,9 +321,12 @@ class ContinuousBatchingManager:
         """Gives an id that no other request of this manager gets from it."""
         return self._factory.new_id()
 
-    def cancel_request(self, request_id: str) -> None:
-        """Ends a request by the end of the step in progress, with a terminal output CANCELLED; ignores unknown ids."""
-        self._loop.cancel(request_id)
+    def cancel_request(self, request_id: str, *, alone: bool = False) -> None:
+        """Ends a request by the end of the step in progress, with a terminal output CANCELLED; ignores unknown ids.
+
+        alone: the other samples of its prompt go on.
+        """
+        self._loop.cancel(request_id, alone=alone)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
         """Waits up to `timeout` seconds (None: without limit) for an output, of one request or of any.

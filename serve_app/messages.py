@@ -33,6 +33,8 @@ class TokenEvent:
     token_ids may be empty in the last event, which alone has a finish_reason (stop, length, cancelled or failed).
     logprobs is aligned with token_ids where asked for, else empty. weight_versions covers token_ids: spans whose
     positions count from the start of the request's output.
+    index says which sequence of the prompt it is of, where several were asked for; `more` has what the others have new
+    since the same event, each at most once.
     text and prompt_ids are the router's: what is new as text, which lags behind the tokens by unfinished characters and
     possible stop strings, and in the first event the ids of the prompt.
     """
@@ -47,6 +49,8 @@ class TokenEvent:
     replica_id: str = ""
     text: str = ""
     prompt_ids: list[int] = field(default_factory=list)
+    index: int = 0
+    more: list["TokenEvent"] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

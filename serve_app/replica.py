@@ -99,6 +99,10 @@ class EngineReplica:
             # Does nothing once the request has ended.
             self._manager.cancel_request(request.request_id)
 
+    def end_sequence(self, sequence_id: str) -> None:
+        """Ends one output of a prompt whose others go on; ignores what is not in flight here."""
+        self._manager.cancel_request(sequence_id, alone=True)
+
     def model_info(self) -> dict[str, int]:
         """Gives what a router has to know of the model; lengths in tokens."""
         config = self._manager.config
@@ -224,8 +228,9 @@ class EngineReplica:
 
     def _submit(self, request: GenerateRequest, stream: TokenStream) -> None:
         sampling = self._limited(request.sampling, len(request.prompt_ids))
-        self._manager.register_result_handler(request.request_id, stream.deliver)
         try:
+            for sequence_id in stream.sequence_ids:
+                self._manager.register_result_handler(sequence_id, stream.deliver)
             self._manager.add_request(
                 request.prompt_ids,
                 request.request_id,
@@ -236,7 +241,8 @@ class EngineReplica:
                 weight_version=request.weight_version,
             )
         except PitstopError:
-            self._manager.forget_result_handler(request.request_id)
+            for sequence_id in stream.sequence_ids:
+                self._manager.forget_result_handler(sequence_id)
             raise
 
     def _limited(self, sampling: SamplingParams, prompt_length: int) -> SamplingParams:
@@ -255,19 +261,17 @@ class EngineReplica:
 
     async def _events(self, stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
         has_token = False
-        while True:
+        while not stream.is_over():
             event = await stream.read()
-            if event.token_ids and not has_token:
+            if stream.num_tokens and not has_token:
                 has_token = True
                 self._observe("pitstop_time_to_first_token_seconds", stream)
-            if event.finish_reason is not None:
+            if stream.is_over():
                 self._observe("pitstop_generation_seconds", stream)
-            if event.finish_reason == FinishReason.FAILED:
+            if any(each.finish_reason == FinishReason.FAILED for each in (event, *event.more)):
                 # Alone, or with the whole engine?
                 self._check_engine()
             yield event
-            if event.finish_reason is not None:
-                return
 
     def _observe(self, name: str, stream: TokenStream) -> None:
         self._recorder.observe(name, self._rank, value=time.perf_counter() - stream.arrived_at)

@@ -69,7 +69,8 @@ def expected_work(request: GenerateRequest) -> Work:
     """Gives the work of one request: its prompt, and its hint, else its limit, else what is usual."""
     hints, limit = request.hints, request.sampling.max_new_tokens
     expected = hints.expected_generated_length or limit or hints.max_generated_length or DEFAULT_EXPECTED_TOKENS
-    return Work(len(request.prompt_ids), min(expected, limit) if limit else expected)
+    num_sequences = request.sampling.num_return_sequences or 1
+    return Work(len(request.prompt_ids), num_sequences * (min(expected, limit) if limit else expected))
 
 
 class WorkRouter(FIFOMixin, RequestRouter):

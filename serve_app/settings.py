@@ -182,6 +182,7 @@ class LimitSettings(Section):
         a small model takes a second, and a trainer that asks for the next version asks shortly before its commit.
     max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
     max_json_depth: levels of a body; a JSON schema inside of one has a dozen.
+    max_choices: answers of one request, `n` for each of its prompts; OpenAI takes 128.
     max_stop_strings: entries of `stop`; OpenAI takes 4, and each is compared at every token.
     max_listed: entries of logit_bias, of bad_words and of stop_token_ids.
     """
@@ -191,6 +192,7 @@ class LimitSettings(Section):
     version_wait_s: float = Field(default=30.0, ge=0)
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     max_json_depth: int = Field(default=64, ge=8)
+    max_choices: int = Field(default=128, ge=1, le=1024)
     max_stop_strings: int = Field(default=16, ge=1)
     max_listed: int = Field(default=1024, ge=1)
 

@@ -3,31 +3,34 @@
 import asyncio
 import time
 
-from engine import FinishReason, GenerationOutput, WeightSpan
+from engine import FinishReason, GenerationOutput, WeightSpan, sequence_ids
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.routing import expected_work
 
 
 class TokenStream:
-    """Collects the outputs of one request and hands them out, each token exactly once.
+    """Collects the outputs of one request, of all its sequences, and hands them out, each token exactly once.
 
     Everything runs in one event loop; the engine calls `deliver` there. After the event with a finish reason nothing
-    follows.
+    follows in its sequence, and nothing at all once it `is_over`.
     """
 
     def __init__(self, request: GenerateRequest, *, replica_id: str) -> None:
-        self._request_id = request.request_id
-        self._replica_id = replica_id
+        # The request's own output is the first: it is what a request for one sequence gives.
+        own, *children = reversed(sequence_ids(request.request_id, request.sampling.num_return_sequences or 1))
+        self.sequence_ids = [own, *reversed(children)]
+        self._sequences = {
+            name: _Sequence(name, index, replica_id=replica_id) for index, name in enumerate(self.sequence_ids)
+        }
         self._expected_tokens = expected_work(request).decode_tokens
         self._wake = asyncio.Event()
-        self._tokens: list[int] = []
-        self._logprobs: list[float] = []
-        self._num_read = 0
-        self._latest: GenerationOutput | None = None
-        self._failure: str | None = None
         self.num_prompt_tokens = len(request.prompt_ids)
         self.arrived_at = time.perf_counter()
         self.num_tokens = 0
+
+    def is_over(self) -> bool:
+        """True once the endings of all sequences were read."""
+        return not self._sequences
 
     @property
     def remaining_tokens(self) -> int:
@@ -35,22 +38,58 @@ class TokenStream:
         return max(1, self._expected_tokens - self.num_tokens)
 
     def deliver(self, output: GenerationOutput) -> None:
-        """Takes what the engine has for this request."""
-        self._tokens += output.new_tokens
-        self._logprobs += output.new_logprobs
-        self.num_tokens += len(output.new_tokens)
-        self._latest = output
-        self._wake.set()
+        """Takes what the engine has for one sequence of this request."""
+        sequence = self._sequences.get(output.request_id)
+        if sequence is not None:
+            sequence.take_in(output)
+            self.num_tokens += len(output.new_tokens)
+            self._wake.set()
 
     def fail(self, error: str) -> None:
         """Ends the stream with an error when the engine can no longer do so itself."""
-        self._failure = error
+        for sequence in self._sequences.values():
+            sequence.fail(error)
         self._wake.set()
 
     async def read(self) -> TokenEvent:
         """Gives everything since the last read in one event; waits while there is nothing."""
         await self._wake.wait()
         self._wake.clear()
+        first, *more = [sequence.event() for sequence in self._sequences.values() if sequence.has_news]
+        for event in (first, *more):
+            if event.finish_reason is not None:
+                del self._sequences[self.sequence_ids[event.index]]
+        first.more.extend(more)
+        return first
+
+
+class _Sequence:
+    """What is new in one output of a prompt."""
+
+    def __init__(self, sequence_id: str, index: int, *, replica_id: str) -> None:
+        self._sequence_id = sequence_id
+        self._index = index
+        self._replica_id = replica_id
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._num_read = 0
+        self._latest: GenerationOutput | None = None
+        self._failure: str | None = None
+        self.has_news = False
+
+    def take_in(self, output: GenerationOutput) -> None:
+        self._tokens += output.new_tokens
+        self._logprobs += output.new_logprobs
+        self._latest = output
+        self.has_news = True
+
+    def fail(self, error: str) -> None:
+        self._failure = error
+        self.has_news = True
+
+    def event(self) -> TokenEvent:
+        """Gives what came since the last event."""
+        self.has_news = False
         tokens, logprobs = self._tokens, self._logprobs
         self._tokens, self._logprobs = [], []
         start, self._num_read = self._num_read, self._num_read + len(tokens)
@@ -59,7 +98,7 @@ class TokenStream:
         if reason is None and self._failure is not None:
             reason, error = FinishReason.FAILED.value, self._failure
         return TokenEvent(
-            request_id=self._request_id,
+            request_id=self._sequence_id,
             token_ids=tokens,
             logprobs=logprobs,
             weight_versions=_clip(output.weight_versions if output else (), start, self._num_read),
@@ -67,6 +106,7 @@ class TokenStream:
             error=error,
             num_cached_tokens=output.num_cached_tokens if output else 0,
             replica_id=self._replica_id,
+            index=self._index,
         )
 
 

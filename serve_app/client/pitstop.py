@@ -43,6 +43,7 @@ class Pitstop:
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
 
+        With `num_return_sequences` in `sampling` that holds for each sequence; an event's `index` says which it is of.
         Closing the generator (leaving the loop, `aclose`) ends the request in the engine. min_weight_version: the least
         version of the weights that may answer; raises WeightVersionUnavailable where it is not committed in time.
         weight_version: the only one that may; raises WeightVersionGone where no replica serves it, and one that is
@@ -57,7 +58,8 @@ class Pitstop:
             min_weight_version=min_weight_version,
             weight_version=weight_version,
         )
-        stream = HandleStream(response, timeout_s=self._timeout_s)
+        num_sequences = (sampling.num_return_sequences if sampling else None) or 1
+        stream = HandleStream(response, timeout_s=self._timeout_s, num_sequences=num_sequences)
         try:
             async for event in stream:
                 yield event
@@ -84,6 +86,10 @@ class Pitstop:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling has {len(each)} items for {len(prompts)} prompts; give one, or one for each")
+        if any(params is not None and (params.num_return_sequences or 1) > 1 for params in each):
+            raise ValueError(
+                "num_return_sequences is above 1; a batch has one output for each prompt, so repeat the prompt"
+            )
         places = asyncio.Semaphore(max_concurrent)
 
         async def complete(prompt: Prompt, params: SamplingParams | None) -> Completion | PitstopError:

@@ -10,7 +10,6 @@ from engine import InvalidRequest
 from serve_app.protocol.parsing import shorten
 
 SHARED: dict[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),

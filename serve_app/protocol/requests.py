@@ -22,21 +22,23 @@ MAX_WAIT_S = 3600.0
 
 
 def _one_prompt(value: Any) -> Any:
-    if isinstance(value, list) and value and all(isinstance(item, str | list) for item in value):
-        if len(value) > 1:
-            raise InvalidRequest(f"holds {len(value)} prompts; send one in each request")
-        value = value[0]
     if not isinstance(value, str) and not (isinstance(value, list) and all(type(token) is int for token in value)):
-        raise InvalidRequest(f"is {shorten(value)}; it must be text, a list of token ids, or a list of one of these")
+        raise InvalidRequest(f"is {shorten(value)}; it must be text, a list of token ids, or a list of such prompts")
     if not value:
         raise InvalidRequest("is empty; it must hold at least one token")
     return value
 
 
+def _prompts(value: Any) -> Any:
+    """Gives the list of prompts in any of OpenAI's forms: one or several, each text or ids."""
+    is_several = isinstance(value, list) and bool(value) and all(isinstance(item, str | list) for item in value)
+    return [_one_prompt(item) for item in (value if is_several else [value])]
+
+
 InFlight = Literal["keep", "recompute", "abort"]
 WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_S)]
 WeightVersion = Annotated[int, Field(ge=1, lt=2**63)]
-Prompt = Annotated[str | list[int], BeforeValidator(_one_prompt)]
+Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts)]
 
 
 class TextPart(RequestModel):
@@ -148,12 +150,12 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """The body of `/v1/completions`. prompt is text, ids, or a list of one of these.
+    """The body of `/v1/completions`. prompt is text, ids, or a list of prompts, each of them one or the other.
 
     logprobs=0 gives the log-probability of each sampled token; alternatives are not supported.
     """
 
-    prompt: Prompt
+    prompt: Prompts
     logprobs: Annotated[int, Field(ge=0)] | None = None
 
     @model_validator(mode="before")

@@ -37,11 +37,13 @@ SIGNED_64 = Field(ge=-(2**63), lt=2**63)
 class SamplingFields(RequestModel, ABC):
     """How tokens are chosen and where an answer ends. null means the default, as clients expect.
 
-    OpenAI's: temperature, top_p, seed, frequency_penalty, presence_penalty, logit_bias, stop. vLLM's: the others.
+    n: answers to each prompt, which is computed once; the first is that of n=1 with the same seed.
+    OpenAI's: n, temperature, top_p, seed, frequency_penalty, presence_penalty, logit_bias, stop. vLLM's: the others.
     top_k: 0 or -1 keeps all. stop, stop_token_ids: neither string nor token is part of the text, unless
     include_stop_str_in_output. min_tokens: no end token, stop token or stop string ends the answer before.
     """
 
+    n: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -93,4 +95,5 @@ class SamplingFields(RequestModel, ABC):
             eos_token_ids=() if self.ignore_eos else None,
             stop_token_ids=self.stop_token_ids or None,
             logprobs=self.wants_logprobs,
+            num_return_sequences=self.n or 1,
         )

@@ -25,8 +25,12 @@ class TextRules:
 
 @dataclass(slots=True)
 class Piece:
-    """What one event adds. text may lag behind the tokens; offsets (characters, one a token) only with logprobs."""
+    """What one event adds to the choice `index`.
 
+    text may lag behind the tokens; offsets (characters, one a token) only with logprobs.
+    """
+
+    index: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -40,6 +44,14 @@ class Piece:
     def is_empty(self) -> bool:
         return not self.text and self.finish_reason is None and not self.begins_version
 
+    def extend(self, later: "Piece") -> None:
+        """Adds what came after it."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.offsets += later.offsets
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
 
 class Answer:
     """The output of one request.
@@ -48,7 +60,8 @@ class Answer:
     so an answer does not depend on how tokens were put together in events.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules = TextRules()) -> None:
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules = TextRules(), *, index: int = 0) -> None:
+        self._index = index
         self._rules = rules
         self._detokeniser = Detokeniser(tokenizer, skips_special_tokens=rules.skips_special_tokens)
         self._stop = StopMatcher(rules.stop_strings, includes_stop=rules.includes_stop)
@@ -57,10 +70,11 @@ class Answer:
         self._spans: list[WeightSpan] = []
         self.num_tokens = 0
         self.num_cached_tokens = 0
+        self.is_over = False
 
     def push(self, event: TokenEvent) -> Piece:
         """Takes the next event and gives what it adds; nothing may follow a piece with a finish reason."""
-        piece = Piece()
+        piece = Piece(self._index)
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
         # One by one only where somebody has to know at which token something happened.
         size = 1 if self._has_stops or event.logprobs else max(1, len(event.token_ids))
@@ -78,6 +92,11 @@ class Answer:
         # A stop string may have cut the last event short.
         clipped = [WeightSpan(span.version, span.start, min(span.end, self.num_tokens)) for span in self._spans]
         return [span for span in clipped if span.start < span.end]
+
+    @property
+    def latest_version(self) -> int | None:
+        """The version of the weights that drew the latest token."""
+        return self._spans[-1].version if self._spans else None
 
     def _add_spans(self, piece: Piece, spans: Sequence[WeightSpan]) -> None:
         for span in spans:
@@ -116,3 +135,4 @@ class Answer:
             piece.finish_reason, piece.stop_reason = event.finish_reason, self._stop_token(event)
         if self._stop.is_stopped:
             piece.finish_reason, piece.stop_reason = FinishReason.STOP.value, self._stop.found
+        self.is_over = piece.finish_reason is not None

@@ -3,12 +3,18 @@
 from collections.abc import Sized
 
 from engine import InvalidRequest
-from serve_app.protocol.requests import GenerationRequest
+from serve_app.protocol.requests import CompletionRequest, GenerationRequest
 from serve_app.settings import LimitSettings
 
 
 def check_bounds(body: GenerationRequest, limits: LimitSettings) -> None:
     """Raises InvalidRequest naming the first field that asks for more than the limits allow."""
+    num_prompts = len(body.prompt) if isinstance(body, CompletionRequest) else 1
+    if num_prompts * (body.n or 1) > limits.max_choices:
+        raise InvalidRequest(
+            f"n is {body.n or 1} for {num_prompts} prompt(s); a request may have {limits.max_choices} choices at most",
+            "n" if num_prompts <= limits.max_choices else "prompt",
+        )
     for name, limit in (("stop", limits.max_stop_strings), *((name, limits.max_listed) for name in _LISTED)):
         value: Sized = getattr(body, name) or ()
         if len(value) > limit:

@@ -71,9 +71,10 @@ class Router:
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
 
-        The first event has the ids of the prompt; the last one, alone, has a finish reason. Cancelling the stream ends
-        the request. Raises the refusals of the engine before the first event, QueueFull, WeightVersionUnavailable,
-        NoReplica, ReplicaLost, DeadlineExceeded, and GenerationFailed after the tokens that came before.
+        The first event has the ids of the prompt; the last one, alone, has a finish reason; with `num_return_sequences`
+        that holds for each sequence, told apart by `index`. Cancelling the stream ends the request. Raises the refusals
+        of the engine before the first event, QueueFull, WeightVersionUnavailable, NoReplica, ReplicaLost,
+        DeadlineExceeded, and GenerationFailed after the tokens that came before.
         """
         ask = Ask(
             prompt_ids=await self._service.prompt_ids(prompt),
@@ -87,7 +88,7 @@ class Router:
         generation = await self._service.open(ask)
         try:
             await self._service.prime(generation)
-            async for event in _token_events(generation, ask.prompt_ids):
+            async for event in _token_events(generation):
                 yield event
         finally:
             generation.close()
@@ -128,21 +129,24 @@ class Router:
         return await self._service.prompt_ids(prompt)
 
 
-async def _token_events(generation: Generation, prompt_ids: list[int]) -> AsyncGenerator[TokenEvent, None]:
-    num_tokens = 0
-    async for piece in generation:
-        event = generation.latest_event
-        assert event is not None
-        end = num_tokens + len(piece.token_ids)
-        # A stop string may have cut the event short.
-        spans = tuple(replace(span, end=min(span.end, end)) for span in event.weight_versions if span.start < end)
-        yield replace(
-            event,
-            token_ids=piece.token_ids,
-            logprobs=piece.logprobs,
-            weight_versions=spans,
-            finish_reason=piece.finish_reason,
-            text=piece.text,
-            prompt_ids=prompt_ids if num_tokens == 0 else [],
-        )
-        num_tokens = end
+async def _token_events(generation: Generation) -> AsyncGenerator[TokenEvent, None]:
+    starts = [0] * len(generation.answers)
+    async for pieces in generation:
+        latest = generation.latest_event
+        assert latest is not None
+        events = {event.index: event for event in (latest, *latest.more)}
+        for piece in pieces:
+            event, start = events[piece.index], starts[piece.index]
+            end = starts[piece.index] = start + len(piece.token_ids)
+            # A stop string may have cut the event short.
+            spans = tuple(replace(span, end=min(span.end, end)) for span in event.weight_versions if span.start < end)
+            yield replace(
+                event,
+                token_ids=piece.token_ids,
+                logprobs=piece.logprobs,
+                weight_versions=spans,
+                finish_reason=piece.finish_reason,
+                text=piece.text,
+                prompt_ids=list(generation.prompt_ids) if start == 0 else [],
+                more=[],
+            )

@@ -1,6 +1,7 @@
 """The deployments behind the router, as it calls them."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, R
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.version_watch import FleetVersions, VersionWatch
 from serve_app.settings import AppSettings
+
+logger = logging.getLogger("ray.serve.pitstop")
 
 ANSWER_TIMEOUT_S = 5.0
 """For a call that needs no step of the engine; ten times the longest step."""
@@ -51,8 +54,19 @@ class Fleet:
 
     def generate(self, request: GenerateRequest, *, asked_at: float | None = None) -> HandleStream:
         """Opens the stream of a request at the replica that routing chooses; its time counts from asked_at, or now."""
-        stream = self._stream_engine.generate.remote(request)
-        return HandleStream(stream, timeout_s=self._request_timeout_s, opened_at=asked_at)
+        return HandleStream(
+            self._stream_engine.generate.remote(request),
+            timeout_s=self._request_timeout_s,
+            opened_at=asked_at,
+            num_sequences=request.sampling.num_return_sequences or 1,
+        )
+
+    async def end_sequence(self, sequence_id: str) -> None:
+        """Ends one output of a prompt whose others go on, wherever it runs."""
+        try:
+            await call_all(self._engine, "end_sequence", sequence_id, timeout_s=ANSWER_TIMEOUT_S)
+        except Exception as error:  # noqa: BLE001  # Ray raises many kinds; it then ends by its own length
+            logger.warning("event=end_sequence_failed error=%r", error)
 
     async def versions(self) -> FleetVersions:
         """Gives the weight versions that are served; those who ask together share one question."""

@@ -23,7 +23,8 @@ from serve_app.protocol.responses import (
     Usage,
     VersionSpan,
 )
-from serve_app.router.answer import Answer, Piece
+from serve_app.router.answer import Piece
+from serve_app.router.choices import Choices
 from serve_app.text import Tokenizer
 
 
@@ -34,23 +35,22 @@ class Envelope:
     id: str
     created: int
     model: str
-    prompt_ids: list[int]
     returns_ids: bool
     returns_logprobs: bool
 
 
 class AnswerFormat(Protocol):
-    """How an answer is written."""
+    """How the choices of a request are written."""
 
-    def whole(self, piece: Piece, answer: Answer) -> BaseModel:
-        """Gives the complete answer; `piece` is all of it."""
+    def whole(self, pieces: Sequence[Piece], choices: Choices) -> BaseModel:
+        """Gives the complete answer; each piece is all of its choice."""
         ...
 
-    def chunk(self, piece: Piece, answer: Answer, *, is_first: bool) -> BaseModel:
-        """Gives one event of a stream."""
+    def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> BaseModel:
+        """Gives one event of a stream; is_first: of its choice."""
         ...
 
-    def usage_chunk(self, answer: Answer) -> BaseModel:
+    def usage_chunk(self, choices: Choices) -> BaseModel:
         """Gives the event that only counts tokens; it has no choices."""
         ...
 
@@ -62,55 +62,63 @@ class ChatFormat:
         self._envelope = envelope
         self._tokenizer = tokenizer
 
-    def whole(self, piece: Piece, answer: Answer) -> ChatCompletion:
+    def whole(self, pieces: Sequence[Piece], choices: Choices) -> ChatCompletion:
         e = self._envelope
-        choice = ChatChoice(
-            message=AssistantMessage(content=piece.text),
-            logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason or "",
-            stop_reason=piece.stop_reason,
-            weight_versions=_spans(answer.weight_versions),
-            token_ids=piece.token_ids if e.returns_ids else None,
-        )
         return ChatCompletion(
             id=e.id,
             created=e.created,
             model=e.model,
-            system_fingerprint=_fingerprint(e, answer),
-            choices=[choice],
-            usage=_usage(e, answer),
-            prompt_token_ids=e.prompt_ids if e.returns_ids else None,
+            system_fingerprint=_fingerprint(e, choices),
+            choices=[self._choice(piece, choices) for piece in pieces],
+            usage=_usage(choices),
+            prompt_token_ids=choices.prompt_ids(0) if e.returns_ids else None,
         )
 
-    def chunk(self, piece: Piece, answer: Answer, *, is_first: bool) -> ChatChunk:
+    def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> ChatChunk:
         e = self._envelope
         choice = ChatChunkChoice(
+            index=piece.index,
             delta=Delta(role="assistant" if is_first else None, content=piece.text),
             logprobs=self._logprobs(piece),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
-            weight_versions=_spans_of(piece, answer),
+            weight_versions=_spans_of(piece, choices),
             token_ids=piece.token_ids if e.returns_ids else None,
         )
-        prompt_ids = e.prompt_ids if e.returns_ids and is_first else None
-        return ChatChunk(
-            id=e.id,
-            created=e.created,
-            model=e.model,
-            system_fingerprint=_fingerprint(e, answer),
-            choices=[choice],
-            prompt_token_ids=prompt_ids,
-        )
+        prompt_ids = choices.prompt_ids(0) if e.returns_ids and is_first else None
+        return self._chunk([choice], choices, prompt_token_ids=prompt_ids)
 
-    def usage_chunk(self, answer: Answer) -> ChatChunk:
+    def usage_chunk(self, choices: Choices) -> ChatChunk:
+        return self._chunk([], choices, usage=_usage(choices))
+
+    def _chunk(
+        self,
+        written: list[ChatChunkChoice],
+        choices: Choices,
+        *,
+        usage: Usage | None = None,
+        prompt_token_ids: list[int] | None = None,
+    ) -> ChatChunk:
         e = self._envelope
         return ChatChunk(
             id=e.id,
             created=e.created,
             model=e.model,
-            system_fingerprint=_fingerprint(e, answer),
-            choices=[],
-            usage=_usage(e, answer),
+            system_fingerprint=_fingerprint(e, choices),
+            choices=written,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
+        )
+
+    def _choice(self, piece: Piece, choices: Choices) -> ChatChoice:
+        return ChatChoice(
+            index=piece.index,
+            message=AssistantMessage(content=piece.text),
+            logprobs=self._logprobs(piece),
+            finish_reason=piece.finish_reason or "",
+            stop_reason=piece.stop_reason,
+            weight_versions=_spans(choices.answers[piece.index].weight_versions),
+            token_ids=piece.token_ids if self._envelope.returns_ids else None,
         )
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
@@ -131,34 +139,40 @@ class CompletionFormat:
         self._envelope = envelope
         self._tokenizer = tokenizer
 
-    def whole(self, piece: Piece, answer: Answer) -> Completion:
-        completion = self.chunk(piece, answer, is_first=True)
-        return completion.model_copy(update={"usage": _usage(self._envelope, answer)})
+    def whole(self, pieces: Sequence[Piece], choices: Choices) -> Completion:
+        written = [self._choice(piece, choices, is_first=True) for piece in pieces]
+        return self._completion(written, choices, usage=_usage(choices))
 
-    def chunk(self, piece: Piece, answer: Answer, *, is_first: bool) -> Completion:
-        e = self._envelope
-        choice = CompletionChoice(
-            text=piece.text,
-            logprobs=self._logprobs(piece),
-            finish_reason=piece.finish_reason,
-            stop_reason=piece.stop_reason,
-            weight_versions=_spans_of(piece, answer),
-            token_ids=piece.token_ids if e.returns_ids else None,
-            prompt_token_ids=e.prompt_ids if e.returns_ids and is_first else None,
-        )
-        return Completion(
-            id=e.id, created=e.created, model=e.model, system_fingerprint=_fingerprint(e, answer), choices=[choice]
-        )
+    def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> Completion:
+        return self._completion([self._choice(piece, choices, is_first=is_first)], choices)
 
-    def usage_chunk(self, answer: Answer) -> Completion:
+    def usage_chunk(self, choices: Choices) -> Completion:
+        return self._completion([], choices, usage=_usage(choices))
+
+    def _completion(
+        self, written: list[CompletionChoice], choices: Choices, *, usage: Usage | None = None
+    ) -> Completion:
         e = self._envelope
         return Completion(
             id=e.id,
             created=e.created,
             model=e.model,
-            system_fingerprint=_fingerprint(e, answer),
-            choices=[],
-            usage=_usage(e, answer),
+            system_fingerprint=_fingerprint(e, choices),
+            choices=written,
+            usage=usage,
+        )
+
+    def _choice(self, piece: Piece, choices: Choices, *, is_first: bool) -> CompletionChoice:
+        e = self._envelope
+        return CompletionChoice(
+            index=piece.index,
+            text=piece.text,
+            logprobs=self._logprobs(piece),
+            finish_reason=piece.finish_reason,
+            stop_reason=piece.stop_reason,
+            weight_versions=_spans_of(piece, choices),
+            token_ids=piece.token_ids if e.returns_ids else None,
+            prompt_token_ids=choices.prompt_ids(piece.index) if e.returns_ids and is_first else None,
         )
 
     def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
@@ -171,29 +185,32 @@ class CompletionFormat:
         )
 
 
-def _usage(envelope: Envelope, answer: Answer) -> Usage:
-    num_prompt_tokens = len(envelope.prompt_ids)
+def _usage(choices: Choices) -> Usage:
+    """Counts each prompt once, however many answers it has."""
+    num_prompt_tokens = sum(len(generation.prompt_ids) for generation in choices.generations)
+    num_tokens = sum(answer.num_tokens for answer in choices.answers)
+    num_cached_tokens = sum(generation.num_cached_tokens for generation in choices.generations)
     return Usage(
         prompt_tokens=num_prompt_tokens,
-        completion_tokens=answer.num_tokens,
-        total_tokens=num_prompt_tokens + answer.num_tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.num_cached_tokens),
+        completion_tokens=num_tokens,
+        total_tokens=num_prompt_tokens + num_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached_tokens),
     )
 
 
-def _spans_of(piece: Piece, answer: Answer) -> list[VersionSpan] | None:
+def _spans_of(piece: Piece, choices: Choices) -> list[VersionSpan] | None:
     """Gives the spans so far where they are news: at the first token, at each new version, and at the end.
 
     So also the tokens of a stream that is cut off can be traced.
     """
     is_news = piece.begins_version or piece.finish_reason is not None
-    return _spans(answer.weight_versions) if is_news else None
+    return _spans(choices.answers[piece.index].weight_versions) if is_news else None
 
 
-def _fingerprint(envelope: Envelope, answer: Answer) -> str | None:
-    """Gives what OpenAI calls the backend's configuration: the model, and the version that drew the latest token."""
-    spans = answer.weight_versions
-    return f"{envelope.model}@{spans[-1].version}" if spans else None
+def _fingerprint(envelope: Envelope, choices: Choices) -> str | None:
+    """Gives what OpenAI calls the backend's configuration: the model, and the newest version that drew a token."""
+    version = choices.latest_version
+    return None if version is None else f"{envelope.model}@{version}"
 
 
 def _spans(spans: Sequence[WeightSpan]) -> list[VersionSpan]:

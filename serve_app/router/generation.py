@@ -1,9 +1,8 @@
-"""One request from its first event to its last: primed, read as pieces, ended when it is left."""
+"""One prompt from its first event to its last: primed, read as pieces of its answers, ended when it is left."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Protocol
 
 from engine import FinishReason, WeightSpan
 from serve_app.messages import TokenEvent
@@ -13,6 +12,8 @@ from serve_app.router.answer import Answer, Piece
 
 PROBE_AFTER_S = 5.0
 """A request that has no token by then may wait for a replica that does not exist; the fleet is asked for a sign."""
+
+EndSequence = Callable[[str], Coroutine[Any, Any, None]]
 
 
 class TokenEvents(Protocol):
@@ -28,18 +29,29 @@ class TokenEvents(Protocol):
 
 
 class Generation:
-    """The answer to one request while it is generated.
+    """The answers to one prompt while they are generated: one, or as many as sequences were asked for.
 
-    Call `prime` first: what is refused is refused there, before anything was sent to the client. Then iterate over the
-    pieces; the last one has a finish reason. Whoever made it calls `close`, in every case.
+    Call `prime` first: what is refused is refused there, before anything was sent to the client. Then iterate: each
+    time gives the pieces of one event, at most one of an answer; the last one of an answer has a finish reason. Whoever
+    made it calls `close`, in every case.
     """
 
-    def __init__(self, events: TokenEvents, answer: Answer) -> None:
+    def __init__(
+        self,
+        events: TokenEvents,
+        answers: Sequence[Answer],
+        *,
+        prompt_ids: Sequence[int] = (),
+        end_sequence: EndSequence | None = None,
+    ) -> None:
+        """end_sequence: ends one output in the engine whose others go on."""
         self._events = events
+        self._end_sequence = end_sequence
+        self._ending: set[asyncio.Task[None]] = set()
         self._first: TokenEvent | None = None
         self._failure: str | None = None
-        self._is_over = False
-        self.answer = answer
+        self.answers = answers
+        self.prompt_ids = prompt_ids
         self.latest_event: TokenEvent | None = None
 
     async def prime(
@@ -61,25 +73,43 @@ class Generation:
         spans: tuple[WeightSpan, ...] = self._first.weight_versions if self._first else ()
         return spans[0].version if spans else None
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache gave."""
+        return self.answers[0].num_cached_tokens
+
     def __aiter__(self) -> "Generation":
         return self
 
-    async def __anext__(self) -> Piece:
-        """Gives what the next event adds; raises GenerationFailed after the last piece of a failed request."""
+    async def __anext__(self) -> list[Piece]:
+        """Gives what the next event adds; raises GenerationFailed after the last piece of a failed sequence."""
         if self._failure is not None:
             raise GenerationFailed(self._failure)
-        if self._is_over:
+        if all(answer.is_over for answer in self.answers):
             raise StopAsyncIteration
-        piece = self.answer.push(await self._next_event())
-        if piece.finish_reason == FinishReason.FAILED:
-            self._failure = (self.latest_event and self.latest_event.error) or "the engine gave no reason"
-            return replace(piece, finish_reason=None)
-        self._is_over = piece.finish_reason is not None
-        return piece
+        event = await self._next_event()
+        return [self._piece(each) for each in (event, *event.more) if not self.answers[each.index].is_over]
 
     def close(self) -> None:
         """Ends the request in the engine unless it has ended."""
         self._events.close()
+
+    def _piece(self, event: TokenEvent) -> Piece:
+        answer = self.answers[event.index]
+        piece = answer.push(event)
+        if piece.finish_reason == FinishReason.FAILED:
+            self._failure = event.error or "the engine gave no reason"
+            piece.finish_reason = None
+        # A stop string may have ended it, which the engine does not know. Where it is the last, `close` ends all.
+        elif answer.is_over and event.finish_reason is None and not all(one.is_over for one in self.answers):
+            self._end(event.request_id)
+        return piece
+
+    def _end(self, sequence_id: str) -> None:
+        assert self._end_sequence is not None, "only one of several answers ends alone"
+        task = asyncio.ensure_future(self._end_sequence(sequence_id))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     async def _next_event(self) -> TokenEvent:
         assert self._first is not None, "prime comes first"

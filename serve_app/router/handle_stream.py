@@ -30,12 +30,15 @@ class HandleStream:
         *,
         timeout_s: float,
         opened_at: float | None = None,
+        num_sequences: int = 1,
     ) -> None:
         """Takes a stream just opened; has to be called in the event loop that reads it.
 
-        timeout_s counts from opened_at, a time of that loop; None is now.
+        timeout_s counts from opened_at, a time of that loop; None is now. num_sequences: how many outputs it carries;
+        it is over when all have ended.
         """
         self._stream = stream
+        self._num_open = num_sequences
         self._timeout_s = timeout_s
         self._deadline = (asyncio.get_running_loop().time() if opened_at is None else opened_at) + timeout_s
         self._is_over = False
@@ -61,7 +64,8 @@ class HandleStream:
                     "ask for fewer tokens or raise limits.request_timeout_s"
                 ) from None
             raise to_pitstop_error(error) from error
-        self._is_over = event.finish_reason is not None
+        self._num_open -= sum(each.finish_reason is not None for each in (event, *event.more))
+        self._is_over = self._num_open <= 0
         return event
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -17,9 +17,9 @@ from serve_app.protocol.requests import ChatRequest, CompletionRequest, Generati
 from serve_app.protocol.responses import ModelCard, ModelList
 from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bounds import check_bounds
+from serve_app.router.choices import Choices
 from serve_app.router.edge import EventStream, read_body, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
-from serve_app.router.generation import Generation
 from serve_app.router.service import Ask, GenerationService
 from serve_app.settings import AppSettings
 
@@ -47,17 +47,17 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
     async def chat_completions(request: Request) -> Response:
         body = await _read(ChatRequest, request, settings)
         with _parameters_named(prompt="messages"):
-            ask = _ask(body, await service.chat_ids(body.messages), service)
-            style = ChatFormat(_envelope("chatcmpl", body, ask), service.tokenizer)
-            return await _answer(request, service, ask=ask, body=body, style=style)
+            asks = [_ask(body, await service.chat_ids(body.messages), service)]
+            style = ChatFormat(_envelope("chatcmpl", body), service.tokenizer)
+            return await _answer(request, service, asks=asks, body=body, style=style)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:
         body = await _read(CompletionRequest, request, settings)
         with _parameters_named(prompt="prompt"):
-            ask = _ask(body, await service.prompt_ids(body.prompt), service)
-            style = CompletionFormat(_envelope("cmpl", body, ask), service.tokenizer)
-            return await _answer(request, service, ask=ask, body=body, style=style)
+            asks = [_ask(body, await service.prompt_ids(prompt), service) for prompt in body.prompt]
+            style = CompletionFormat(_envelope("cmpl", body), service.tokenizer)
+            return await _answer(request, service, asks=asks, body=body, style=style)
 
     @routes.get("/v1/models")
     async def models() -> ModelList:
@@ -72,51 +72,46 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
 
 
 async def _answer(
-    request: Request, service: GenerationService, *, ask: Ask, body: GenerationRequest, style: AnswerFormat
+    request: Request, service: GenerationService, *, asks: Sequence[Ask], body: GenerationRequest, style: AnswerFormat
 ) -> Response:
-    generation = await service.open(ask)
+    choices = Choices(service)
     is_handed_over = False
     try:
         # Before the headers, so that whatever refuses the request still has its status code.
-        await while_connected(request, service.prime(generation))
+        await while_connected(request, choices.open(asks))
         if body.stream:
-            events = _events(generation, style, body)
-            headers = _version_header(generation.first_version)
-            response = EventStream(events, headers=headers, on_close=generation.close)
+            events = _events(choices, style, body)
+            headers = _version_header(choices.first_version)
+            response = EventStream(events, headers=headers, on_close=choices.close)
             is_handed_over = True
             return response
-        piece = await while_connected(request, _collect(generation))
+        pieces = await while_connected(request, _collect(choices))
     finally:
         if not is_handed_over:
-            generation.close()
-    spans = generation.answer.weight_versions
-    content = style.whole(piece, generation.answer).model_dump_json()
-    headers = _version_header(spans[-1].version if spans else None)
-    return Response(content, media_type="application/json", headers=headers)
+            choices.close()
+    content = style.whole(pieces, choices).model_dump_json()
+    return Response(content, media_type="application/json", headers=_version_header(choices.latest_version))
 
 
-async def _collect(generation: Generation) -> Piece:
-    whole = Piece()
-    async for piece in generation:
-        whole.text += piece.text
-        whole.token_ids += piece.token_ids
-        whole.logprobs += piece.logprobs
-        whole.offsets += piece.offsets
-        whole.finish_reason, whole.stop_reason = piece.finish_reason, piece.stop_reason
-    return whole
+async def _collect(choices: Choices) -> list[Piece]:
+    """Gives one piece for each choice, with all that came."""
+    wholes = [Piece(index) for index in range(len(choices.answers))]
+    async for piece in choices.pieces():
+        wholes[piece.index].extend(piece)
+    return wholes
 
 
-async def _events(generation: Generation, style: AnswerFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
-    is_first = True
+async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
+    begun: set[int] = set()
     shows_tokens = bool(body.return_token_ids or body.wants_logprobs)
     try:
-        async for piece in generation:
+        async for piece in choices.pieces():
             if piece.is_empty and not (shows_tokens and piece.token_ids):
                 continue
-            yield _event(style.chunk(piece, generation.answer, is_first=is_first))
-            is_first = False
+            yield _event(style.chunk(piece, choices, is_first=piece.index not in begun))
+            begun.add(piece.index)
         if body.wants_usage_chunk:
-            yield _event(style.usage_chunk(generation.answer))
+            yield _event(style.usage_chunk(choices))
         yield DONE
     except PitstopError as error:
         yield _event(error_body(error))
@@ -158,12 +153,11 @@ def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationServ
     )
 
 
-def _envelope(prefix: str, body: GenerationRequest, ask: Ask) -> Envelope:
+def _envelope(prefix: str, body: GenerationRequest) -> Envelope:
     return Envelope(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
         model=body.model,
-        prompt_ids=ask.prompt_ids,
         returns_ids=bool(body.return_token_ids),
         returns_logprobs=body.wants_logprobs,
     )

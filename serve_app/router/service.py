@@ -69,9 +69,10 @@ class GenerationService:
         self._meter = meter
         self.admission = Admission(settings.limits.max_queued_requests * settings.replicas.max)
 
-    async def open(self, ask: Ask) -> Generation:
+    async def open(self, ask: Ask, *, first_index: int = 0) -> Generation:
         """Opens the generation; its owner primes it and closes it. Raises ContextLengthExceeded and NoReplica.
 
+        first_index: the number of its first answer among all of the request.
         There is no await once the stream is open, so a caller cannot be cancelled between opening and owning it.
         """
         limits = await self.fleet.limits()
@@ -83,6 +84,7 @@ class GenerationService:
                 f"together they may be {limits.max_model_len} at most",
                 "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
             )
+        num_sequences = ask.sampling.num_return_sequences or 1
         request = GenerateRequest(
             # Ours and not the client's: two clients may send the same id, and both are to be served.
             request_id=uuid.uuid4().hex,
@@ -92,13 +94,18 @@ class GenerationService:
                 ask.hints,
                 max_prompt_length=num_prompt_tokens,
                 max_generated_length=wanted or limits.max_model_len - num_prompt_tokens,
-                num_requests=1,
+                num_requests=num_sequences,
             ),
             cache_salt=ask.cache_salt,
             min_weight_version=ask.min_weight_version,
             weight_version=ask.weight_version,
         )
-        return Generation(self._events(request), Answer(self.tokenizer, ask.rules))
+        return Generation(
+            self._events(request),
+            [Answer(self.tokenizer, ask.rules, index=first_index + number) for number in range(num_sequences)],
+            prompt_ids=ask.prompt_ids,
+            end_sequence=self.fleet.end_sequence,
+        )
 
     def _events(self, request: GenerateRequest) -> TokenEvents:
         if request.min_weight_version is None and request.weight_version is None:

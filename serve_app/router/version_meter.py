@@ -75,8 +75,8 @@ class MeteredEvents:
         except (WeightVersionUnavailable, WeightVersionGone) as error:
             self._meter.count_refusal("gone" if isinstance(error, WeightVersionGone) else "unavailable")
             raise
-        self._meter.count_tokens(event.weight_versions)
-        for span in event.weight_versions:
+        for span in (span for each in (event, *event.more) for span in each.weight_versions):
+            self._meter.count_tokens([span])
             self._tokens[span.version] += span.end - span.start
         return event
 

@@ -6,10 +6,19 @@ An engine answers with the prompt itself, two tokens an event. What else it does
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from ray import serve
 
-from engine import InvalidRequest, QueueFull, SwapConflict, WeightsInvalid, WeightSpan, WeightVersionGone
+from engine import (
+    InvalidRequest,
+    QueueFull,
+    SwapConflict,
+    WeightsInvalid,
+    WeightSpan,
+    WeightVersionGone,
+    sequence_ids,
+)
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
@@ -31,6 +40,7 @@ MAX_MODEL_LEN = 200
 class FakeEngine:
     def __init__(self) -> None:
         self._open: set[str] = set()
+        self._ended: set[str] = set()
         self._never = asyncio.Event()
         self._version = 1
 
@@ -53,6 +63,7 @@ class FakeEngine:
 
     async def _echo(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         ids = [*request.prompt_ids, EOS_ID][: request.sampling.max_new_tokens]
+        names = [request.request_id, *sequence_ids(request.request_id, request.sampling.num_return_sequences or 1)[:-1]]
         reason = "stop" if ids[-1] == EOS_ID else "length"
         for start in range(0, len(ids), 2):
             if start == 2 and request.cache_salt == "endless":
@@ -60,18 +71,27 @@ class FakeEngine:
             is_failed = start == 2 and request.cache_salt == "fail"
             is_last = start + 2 >= len(ids)
             tokens = ids[start : start + 2]
-            yield TokenEvent(
-                request_id=request.request_id,
-                token_ids=tokens,
-                logprobs=[-0.5] * len(tokens) if request.sampling.logprobs else [],
-                weight_versions=(WeightSpan(1 if start < 4 else 2, start, start + len(tokens)),),
-                finish_reason="failed" if is_failed else reason if is_last else None,
-                error="the logits are not finite" if is_failed else None,
-                num_cached_tokens=3,
-                replica_id="fake",
+            own, *others = (
+                TokenEvent(
+                    request_id=name,
+                    token_ids=tokens,
+                    logprobs=[-0.5] * len(tokens) if request.sampling.logprobs else [],
+                    weight_versions=(WeightSpan(1 if start < 4 else 2, start, start + len(tokens)),),
+                    finish_reason="failed" if is_failed else reason if is_last else None,
+                    error="the logits are not finite" if is_failed else None,
+                    num_cached_tokens=3,
+                    replica_id="fake",
+                    index=index,
+                )
+                for index, name in enumerate(names)
+                if name not in self._ended
             )
+            yield replace(own, more=others)
             if is_failed:
                 return
+
+    async def end_sequence(self, sequence_id: str) -> None:
+        self._ended.add(sequence_id)
 
     async def crash(self) -> None:
         os._exit(1)

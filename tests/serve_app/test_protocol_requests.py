@@ -29,7 +29,7 @@ def refusal(parse: Any, **fields: Any) -> tuple[str | None, str]:
 def test_a_plain_chat_samples_with_the_defaults_of_openai() -> None:
     assert chat().sampling() == SamplingParams(
         temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0,
-        repetition_penalty=1.0, min_new_tokens=0, logprobs=False,
+        repetition_penalty=1.0, min_new_tokens=0, logprobs=False, num_return_sequences=1,
     )  # fmt: skip
 
 
@@ -38,11 +38,12 @@ def test_every_supported_parameter_reaches_the_engine() -> None:
         temperature=0, top_p=0.5, top_k=7, seed=3, max_completion_tokens=9, ignore_eos=True, logprobs=True, user="t",
         session_id="s", stop="x", min_p=0.1, frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.5,
         logit_bias={"5": -100, "6": 1.5}, bad_words=["w"], allowed_token_ids=[5, 6], min_tokens=2, stop_token_ids=[8],
+        n=4,
     )  # fmt: skip
     assert request.sampling([[9]]) == SamplingParams(
         temperature=0.0, top_k=7, top_p=0.5, seed=3, max_new_tokens=9, eos_token_ids=(), logprobs=True, min_p=0.1,
         frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.5, sequence_bias={(5,): -100.0, (6,): 1.5},
-        bad_words_ids=[[9]], allowed_token_ids=[5, 6], min_new_tokens=2, stop_token_ids=[8],
+        bad_words_ids=[[9]], allowed_token_ids=[5, 6], min_new_tokens=2, stop_token_ids=[8], num_return_sequences=4,
     )  # fmt: skip
     assert request.hints() == WorkloadHints(session_id="s", tenant="t")
     assert request.stop == ["x"]
@@ -65,8 +66,8 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param", "message"), [
-    ({"n": 3}, "n", "n is 3; only 1 is supported"),
-    ({"n": True}, "n", "n is True; only 1 is supported"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": True}, "n", "valid integer"),
     ({"temprature": 1}, "temprature", "temprature is not a parameter of this endpoint"),
     ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
     ({"temperature": "1"}, "temperature", "valid number"),
@@ -156,13 +157,15 @@ def test_text_parts_are_joined_by_line_breaks() -> None:
     assert chat(messages=[{"role": "user", "content": parts}]).messages[0].for_template()["content"] == "a\nb"
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [("a", "a"), (["a"], "a"), ([1, 2], [1, 2]), ([[1, 2]], [1, 2])])
-def test_a_prompt_is_text_or_ids_or_a_list_of_one(prompt: Any, expected: Any) -> None:
+@pytest.mark.parametrize(("prompt", "expected"), [
+    ("a", ["a"]), (["a"], ["a"]), ([1, 2], [[1, 2]]), ([[1, 2]], [[1, 2]]), (["a", [1], "b"], ["a", [1], "b"]),
+])  # fmt: skip
+def test_prompts_are_text_or_ids_one_or_several(prompt: Any, expected: Any) -> None:
     assert completion(prompt=prompt).prompt == expected
 
 
 @pytest.mark.parametrize(("prompt", "message"), [
-    ("", "empty"), ([], "empty"), ([[]], "empty"), (["a", "b"], "holds 2 prompts"), ([[1], [2]], "holds 2 prompts"),
+    ("", "empty"), ([], "empty"), ([[]], "empty"), (["a", ""], "empty"), ([[1], []], "empty"),
     ([1, "a"], "must be text"), ([1.5], "must be text"), ([True], "must be text"), (None, "must be text"),
 ])  # fmt: skip
 def test_other_prompts_are_refused(prompt: Any, message: str) -> None:
@@ -198,7 +201,9 @@ def test_a_body_is_nested_so_deep_at_most(depth: int, is_taken: bool) -> None:
     ({"stop_token_ids": [1, 2, 3]}, "stop_token_ids"), ({"bad_words": ["a", "b", "c"]}, "bad_words"),
 ])  # fmt: skip
 def test_longer_lists_than_the_limits_allow_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    limits = LimitSettings(max_stop_strings=2, max_listed=2)
+    limits = LimitSettings(max_stop_strings=2, max_listed=2, max_choices=4)
+    with pytest.raises(InvalidRequest, match=r"n is 3 for 2 prompt.* 4 choices at most"):
+        check_bounds(completion(prompt=["a", "b"], n=3), limits)
     with pytest.raises(InvalidRequest, match="has 3 entries; at most 2") as caught:
         check_bounds(chat(**fields), limits)
     assert caught.value.param == param

@@ -176,12 +176,43 @@ async def test_the_official_client_works_unchanged(server: Server) -> None:
         assert (await client.completions.create(model="tiny", prompt="hi")).choices[0].text == "hi"
         assert [model.id async for model in client.models.list()] == ["tiny"]
         assert (await client.models.retrieve("tiny")).id == "tiny"
-        with pytest.raises(openai.BadRequestError, match="n is 3; only 1 is supported"):
-            await client.chat.completions.create(model="tiny", messages=messages, n=3)
+        with pytest.raises(openai.BadRequestError, match=r"n is 200 for 1 prompt.* 128 choices at most"):
+            await client.chat.completions.create(model="tiny", messages=messages, n=200)
+
+
+async def test_several_answers_and_prompts_are_numbered_as_openai_does(server: Server) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        asked: Any = {"model": "tiny", "prompt": ["the end", "here"], "n": 2}
+        plain = await client.completions.create(**asked)
+        assert [(c.index, c.text) for c in plain.choices] == [(0, "the end"), (1, "the end"), (2, "here"), (3, "here")]
+        usage: Any = None
+        texts, reasons = [""] * 4, []
+        stream = await client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        async for chunk in stream:
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                reasons += [choice.index] if choice.finish_reason else []
+        assert texts == [choice.text for choice in plain.choices]
+        assert sorted(reasons) == [0, 1, 2, 3]
+        assert plain.usage is not None
+        assert usage.model_dump() == plain.usage.model_dump()
+        by_ids = await client.completions.create(model="tiny", prompt=["the end", "here"], max_tokens=1)
+        assert by_ids.usage is not None
+        assert (by_ids.usage.prompt_tokens, by_ids.usage.completion_tokens) == (plain.usage.prompt_tokens, 2)
+
+
+async def test_one_refused_prompt_of_several_refuses_all_and_leaves_nothing_open(http: httpx.AsyncClient) -> None:
+    response = await http.post("/v1/completions", json=completion(["fine", "x" * 300]))
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+    response = await http.post("/v1/completions", json=completion(["fine", "well"], cache_salt="full"))
+    assert response.status_code == 429
+    await eventually(all_closed)
 
 
 @pytest.mark.parametrize(("path", "body", "status", "code", "param"), [
-    ("/v1/chat/completions", chat(n=2), 400, "invalid_request", "n"),
+    ("/v1/chat/completions", chat(n=0), 400, "invalid_request", "n"),
+    ("/v1/completions", completion(best_of=2), 400, "invalid_request", "best_of"),
     ("/v1/chat/completions", chat(model="other"), 404, "model_not_found", None),
     ("/v1/chat/completions", chat("forbidden"), 400, "invalid_request", "messages"),
     ("/v1/chat/completions", chat("x" * 300), 400, "context_length_exceeded", "messages"),

@@ -174,11 +174,11 @@ def versions_in(spans: Sequence[WeightSpan]) -> list[int]:
 
 
 async def read_all(generation: Generation) -> list[Piece]:
-    return [piece async for piece in generation]
+    return [piece async for pieces in generation for piece in pieces]
 
 
 def generation_of(tokenizer: Tokenizer, events: Sequence[TokenEvent]) -> Generation:
-    return Generation(Events(events), Answer(tokenizer))  # type: ignore[arg-type]  # stands in for a handle's stream
+    return Generation(Events(events), [Answer(tokenizer)])  # type: ignore[arg-type]  # stands in for a handle's stream
 
 
 async def never_asked() -> None:
@@ -212,9 +212,33 @@ async def test_a_failed_request_gives_its_tokens_and_then_the_reason(tokenizer: 
     event = TokenEvent("r", tokenizer.encode("ab"), finish_reason="failed", error="not finite")
     generation = generation_of(tokenizer, [event])
     await generation.prime(Admission(1), probe=never_asked)
-    assert (await anext(generation)).text == "ab"
+    assert [piece.text for piece in await anext(generation)] == ["ab"]
     with pytest.raises(GenerationFailed, match="not finite"):
         await anext(generation)
+
+
+async def test_a_sequence_that_meets_a_stop_string_ends_alone(tokenizer: Tokenizer) -> None:
+    ended = []
+
+    async def end(sequence_id: str) -> None:
+        ended.append(sequence_id)
+
+    def event(index: int, text: str, reason: str | None = None) -> TokenEvent:
+        return TokenEvent(f"r{index}", tokenizer.encode(text), finish_reason=reason, index=index)
+
+    first, second, last = event(0, "a stop"), event(0, " b", "cancelled"), event(1, "e", "length")
+    first.more.append(event(1, "c"))
+    second.more.append(event(1, "d"))
+    answers = [Answer(tokenizer, TextRules(("stop",)), index=index) for index in (4, 5)]
+    source: Any = Events([first, second, last])
+    generation = Generation(source, answers, end_sequence=end)
+    await generation.prime(Admission(1), probe=never_asked)
+    pieces = await read_all(generation)
+    assert [(piece.index, piece.text, piece.finish_reason) for piece in pieces] == [
+        (4, "a ", "stop"), (5, "c", None), (5, "d", None), (5, "e", "length"),
+    ]  # fmt: skip
+    await asyncio.sleep(0)  # for the task that tells the engine
+    assert ended == ["r0"]
 
 
 async def test_pieces_end_with_the_finish_reason(tokenizer: Tokenizer) -> None:

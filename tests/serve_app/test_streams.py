@@ -1,6 +1,7 @@
 """One open request: everything since the last read in one event, each token once, one ending."""
 
 import asyncio
+from dataclasses import replace
 
 from engine import FinishReason, GenerationOutput, RequestStatus, SamplingParams, WeightSpan, WorkloadHints
 from serve_app.messages import GenerateRequest
@@ -90,3 +91,19 @@ async def test_remaining_tokens_shrink_but_never_to_nothing() -> None:
     assert opened.remaining_tokens == 2
     opened.deliver(output([1, 2, 3], (WeightSpan(1, 0, 3),)))
     assert opened.remaining_tokens == 1
+
+
+async def test_several_sequences_share_an_event_and_end_one_by_one() -> None:
+    request = GenerateRequest("r", [1, 2], SamplingParams(max_new_tokens=5, num_return_sequences=3))
+    opened = TokenStream(request, replica_id="a")
+    assert opened.sequence_ids == ["r", "r__child#0", "r__child#1"]
+    opened.deliver(replace(output([7], ()), request_id="r__child#1"))
+    opened.deliver(output([8], (), ended=FinishReason.STOP))
+    event = await opened.read()
+    assert (event.index, event.token_ids, event.finish_reason) == (0, [8], "stop")
+    assert [(more.index, more.token_ids) for more in event.more] == [(2, [7])]
+    assert opened.remaining_tokens == 13
+    opened.fail("the device is gone")
+    event = await opened.read()
+    assert [(each.index, each.finish_reason) for each in (event, *event.more)] == [(1, "failed"), (2, "failed")]
+    assert opened.is_over()

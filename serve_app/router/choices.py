@@ -1,0 +1,80 @@
+"""All that one HTTP request generates: a generation for each prompt, as one stream of numbered pieces."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from serve_app.router.answer import Answer, Piece
+from serve_app.router.generation import Generation
+from serve_app.router.service import Ask, GenerationService
+
+
+class Choices:
+    """Owns its generations: `close` ends them. Choice i is output i % n of prompt i // n."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+        self.generations: list[Generation] = []
+        self.answers: list[Answer] = []
+        """All of them, by index."""
+
+    async def open(self, asks: Sequence[Ask]) -> None:
+        """Opens and primes a generation for each prompt; raises what refuses any of them."""
+        for ask in asks:
+            self.generations.append(await self._service.open(ask, first_index=len(self.answers)))
+            self.answers += self.generations[-1].answers
+        if len(self.generations) == 1:
+            await self._service.prime(self.generations[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for generation in self.generations:
+                    group.create_task(self._service.prime(generation))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    def prompt_ids(self, index: int) -> list[int]:
+        """The prompt that a choice answers."""
+        return list(self.generations[index * len(self.generations) // len(self.answers)].prompt_ids)
+
+    @property
+    def first_version(self) -> int | None:
+        """The weight version of the first token of the first answer."""
+        return self.generations[0].first_version
+
+    @property
+    def latest_version(self) -> int | None:
+        """The newest weight version that any answer has a token of."""
+        versions = [answer.latest_version for answer in self.answers]
+        return max((version for version in versions if version is not None), default=None)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Gives the pieces as they come; those of one answer are in order."""
+        if len(self.generations) == 1:
+            async for pieces in self.generations[0]:
+                for piece in pieces:
+                    yield piece
+            return
+        async for piece in self._merged():
+            yield piece
+
+    def close(self) -> None:
+        """Ends in the engine what has not ended."""
+        for generation in self.generations:
+            generation.close()
+
+    async def _merged(self) -> AsyncIterator[Piece]:
+        waiting = {asyncio.ensure_future(anext(generation)): generation for generation in self.generations}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    generation = waiting.pop(task)
+                    if isinstance(task.exception(), StopAsyncIteration):
+                        continue
+                    pieces = task.result()
+                    waiting[asyncio.ensure_future(anext(generation))] = generation
+                    for piece in pieces:
+                        yield piece
+        finally:
+            for task in waiting:
+                task.cancel()
