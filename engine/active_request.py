@@ -9,6 +9,7 @@ from engine.request import (
     RequestStatus,
     SamplingParams,
     TokenView,
+    TopLogprobs,
     WeightSpan,
 )
 
@@ -51,6 +52,11 @@ class ActiveRequest:
     """Prompt and output; the prompt's own list until there is output, so that a long line costs its ids once."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[float] = field(default_factory=list)
+    prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    num_scored: int = 0
+    """Leading tokens of the prompt whose logits steps have scored or, in flight, are scoring."""
     timestamps: list[float] = field(default_factory=list)
     num_computed: int = 0
     """Tokens that steps have computed or, in flight, are computing."""
@@ -106,6 +112,13 @@ class ActiveRequest:
     def num_to_generate(self) -> int:
         return self.max_new_tokens - len(self.output_ids)
 
+    @property
+    def num_to_score(self) -> int:
+        """Tokens of the prompt whose logits are still wanted: each says how likely the next one is."""
+        if self.sampling.prompt_logprobs is None:
+            return 0
+        return max(0, len(self.prompt_ids) - 1 - self.num_scored)
+
     def is_overdue(self, now: float) -> bool:
         """True once `max_time` seconds have passed since its submission."""
         max_time = self.sampling.max_time
@@ -137,6 +150,10 @@ class ActiveRequest:
             finish_reason=self.finish_reason,
             weight_versions=tuple(self.spans),
             num_cached_tokens=self.num_cached_tokens or 0,
+            top_logprobs=self.top_logprobs if is_last else TokenView(self.top_logprobs),
+            new_top_logprobs=self.top_logprobs[start:],
+            prompt_logprobs=self.prompt_logprobs,
+            prompt_top_logprobs=self.prompt_top_logprobs,
         )
 
     def _timestamps(self, is_last: bool) -> list[float] | TokenView | None:

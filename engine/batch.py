@@ -25,14 +25,18 @@ otherwise need many times the memory of the cache itself. At this size the kerne
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Rows in packed order, and what the model and its attention need; T tokens of the step, L rows that sample."""
+    """Rows in packed order, and what the model and its attention need; T tokens of the step, L places with logits.
+
+    These are of the rows that sample, one each, and then of the scored positions, row by row.
+    """
 
     rows: list[PlannedRow]
     input_ids_1T: Tensor
     position_ids_1T: Tensor
     sampling_rows: list[PlannedRow]
-    last_tokens_L: Tensor
-    """Where in T the logits of each sampling row are."""
+    scored_rows: list[PlannedRow]
+    logit_tokens_L: Tensor
+    """Where in T they are."""
     step: AttentionStep[LayerView] | AttentionStep[FlashView]
     is_decode: bool
     """Whether all rows are of one token, and go the way of those."""
@@ -66,10 +70,20 @@ def build_batch(
         input_ids_1T=to_device([token for row in rows for token in row.token_ids], device)[None],
         position_ids_1T=to_device(np.concatenate(positions), device)[None],
         sampling_rows=[row for row in rows if row.samples],
-        last_tokens_L=to_device([end - 1 for row, end in zip(rows, ends, strict=True) if row.samples], device),
+        scored_rows=[row for row in rows if row.scored],
+        logit_tokens_L=to_device(logit_places(rows), device),
         step=AttentionStep(views=views, group_of_layer=cache.group_of_layer),
         is_decode=not chunked,
     )
+
+
+def logit_places(rows: Sequence[PlannedRow]) -> list[int]:
+    """Gives where among the tokens of rows in packed order logits are wanted."""
+    ends = list(accumulate(row.num_tokens for row in rows))
+    places = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
+    for row, end in zip(rows, ends, strict=True):
+        places += [position + end - row.end for position in row.scored]
+    return places
 
 
 def row_slots(row: PlannedRow, group: int, page_size: int) -> np.ndarray:

@@ -159,6 +159,8 @@ class StepGraphs:
             logger.warning("model cannot be captured, steps run without CUDA graphs error=%r", error)
 
     def _padded_shape(self, rows: Sequence[PlannedRow]) -> StepShape | None:
+        if any(row.scored for row in rows):
+            return None
         exact = self._packer.shape_of(rows)
         if exact.num_packed == 0:
             return self._decode_shape(len(rows)) if self._uses_decode else None

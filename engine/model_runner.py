@@ -28,7 +28,7 @@ from engine.kv_cache import KVCache, LayerShape
 from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, StepHandle, StepPlan
-from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler
+from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler, score_prompts
 from engine.stand_ins import in_use
 
 logger = logging.getLogger(__name__)
@@ -164,9 +164,13 @@ class ModelRunner:
             if self._is_driver:
                 self._sampler.begin(rows, self._config.vocab_size)
             batch, logits_LV = self._replay(rows) or self._launch(rows)
-            if not self._is_driver or not batch.sampling_rows:
+            if not self._is_driver:
                 return DrawnRows()
-            return self._sampler.draw(batch.sampling_rows, logits_LV)
+            num_sampling = len(batch.sampling_rows)
+            drawn = self._sampler.draw(batch.sampling_rows, logits_LV[:num_sampling]) if num_sampling else DrawnRows()
+            if batch.scored_rows:
+                drawn.scored.append(score_prompts(batch.scored_rows, logits_LV[num_sampling:]))
+            return drawn
 
     def _replay(self, rows: list[PlannedRow]) -> tuple[Batch, Tensor] | None:
         return None if self._graphs is None else self._graphs.run(rows, self._new_tokens.fill)
@@ -181,8 +185,8 @@ class ModelRunner:
         return batch, self._logits(batch)
 
     def _logits(self, batch: Batch) -> Tensor:
-        """Gives the logits of the sampling rows as L x V; of one row, unused, where none samples."""
-        wanted_L = batch.last_tokens_L if len(batch.last_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
+        """Gives the logits that are wanted as L x V; of one row, unused, where none are."""
+        wanted_L = batch.logit_tokens_L if len(batch.logit_tokens_L) else torch.zeros_like(batch.input_ids_1T[0, :1])
         inputs = batch.input_ids_1T, batch.position_ids_1T, wanted_L, run_attention(batch.step, self._kernel)
         with use_step(self._configs), in_use(self._stand_ins):
             if self._compiled is not None:

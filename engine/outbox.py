@@ -96,6 +96,7 @@ class Outbox:
         if unread is not None:
             output.new_tokens = unread.new_tokens + output.new_tokens
             output.new_logprobs = unread.new_logprobs + output.new_logprobs
+            output.new_top_logprobs = unread.new_top_logprobs + output.new_top_logprobs
         self._stored[output.request_id] = output
 
 

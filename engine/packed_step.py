@@ -1,11 +1,10 @@
 """A step for flash attention as one array of integers: one copy to the device, and fixed places for a captured graph.
 
-Shapes: T tokens, L rows that sample, R rows that decode, B other rows, W blocks a row, by block group.
+Shapes: T tokens, L places with logits, R rows that decode, B other rows, W blocks a row, by block group.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from operator import attrgetter
 
 import numpy as np
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.flash import DecodeRows, FlashKernels, FlashView, PackedRows
 from engine.attention.step import AttentionStep
-from engine.batch import Batch, row_slots
+from engine.batch import Batch, logit_places, row_slots
 from engine.kv_cache import KVCache
 from engine.plan import PlannedRow
 from engine.transfer import to_device
@@ -58,7 +57,7 @@ class StepPacker:
         groups = range(len(self.windows))
         return StepShape(
             num_tokens=sum(row.num_tokens for row in rows),
-            num_logits=max(1, sum(row.samples for row in rows)),
+            num_logits=max(1, sum(row.samples + len(row.scored) for row in rows)),
             num_decoding=num_decoding,
             num_packed=len(rows) - num_decoding,
             max_q=max((row.num_tokens for row in rows[num_decoding:]), default=0),
@@ -69,13 +68,11 @@ class StepPacker:
     def pack(self, rows: Sequence[PlannedRow], shape: StepShape) -> np.ndarray:
         """Gives the integers of a step. What the shape has room for beyond the rows reads and writes scratch blocks."""
         num_tokens = sum(row.num_tokens for row in rows)
-        ends = accumulate(row.num_tokens for row in rows)
-        last = [end - 1 for row, end in zip(rows, ends, strict=True) if row.samples]
         positions = [position for row in rows for position in range(row.start, row.end)]
         parts = [
             _padded([token for row in rows for token in row.token_ids], shape.num_tokens, 0),
             _padded(positions, shape.num_tokens, 0),
-            _padded(last, shape.num_logits, 0),
+            _padded(logit_places(rows), shape.num_logits, 0),
         ]
         for group in range(len(self.windows)):
             parts += self._parts_of_group(rows, group, shape, num_tokens)
@@ -85,14 +82,15 @@ class StepPacker:
         """Gives the batch whose tensors are pieces of `values`, which stays as `pack` laid it out."""
         parts = _Parts(values)
         input_ids_T, position_ids_T = parts.take(shape.num_tokens), parts.take(shape.num_tokens)
-        last_L = parts.take(shape.num_logits)
+        places_L = parts.take(shape.num_logits)
         views = [self._view(group, shape, parts) for group in range(len(self.windows))]
         return Batch(
             rows=rows,
             input_ids_1T=input_ids_T[None],
             position_ids_1T=position_ids_T[None],
             sampling_rows=[row for row in rows if row.samples],
-            last_tokens_L=last_L,
+            scored_rows=[row for row in rows if row.scored],
+            logit_tokens_L=places_L,
             step=AttentionStep(views=views, group_of_layer=self.cache.group_of_layer),
             is_decode=shape.num_packed == 0,
         )

@@ -274,7 +274,16 @@ def rank_group_of(model: PreTrainedModel, *, timeout_s: float | None) -> RankGro
 def encode(order: Order) -> str:
     """Gives an order as JSON: the store is open to the network, and reading a pickle would run what it says."""
     rows = [
-        [row.request.request_id, row.start, row.token_ids, row.block_tables, row.samples] for row in order.plan.rows
+        [
+            row.request.request_id,
+            row.start,
+            row.token_ids,
+            row.block_tables,
+            row.samples,
+            row.scored.start,
+            row.scored.stop,
+        ]
+        for row in order.plan.rows
     ]
     copies = [[[copy.kind.value, copy.source, copy.target] for copy in group] for group in order.plan.copies]
     task = order.task and astuple(order.task)
@@ -292,8 +301,9 @@ def decode(text: bytes) -> Order:
                 token_ids=token_ids,
                 block_tables=block_tables,
                 samples=samples,
+                scored=range(first, stop),
             )
-            for request_id, start, token_ids, block_tables, samples in rows
+            for request_id, start, token_ids, block_tables, samples, first, stop in rows
         ],
         copies=[[BlockCopy(CopyKind(kind), source, target) for kind, source, target in group] for group in copies],
     )

@@ -5,13 +5,15 @@ from typing import Protocol
 
 from engine.active_request import ActiveRequest
 from engine.block_pool import BlockCopy
+from engine.request import TopLogprobs
 
 
 @dataclass(slots=True)
 class PlannedRow:
     """Compute tokens `start` to `end` (exclusive) of one request; `samples` draws the token after them.
 
-    With `is_ahead` its one token is the one that the step before samples, and what `token_ids` has is a stand-in.
+    `scored` are positions of it whose logits are compared with the tokens that follow them in the prompt. With
+    `is_ahead` its one token is the one that the step before samples, and what `token_ids` has is a stand-in.
     Never written to; not frozen, because that would double what a step spends on making its rows.
     """
 
@@ -21,6 +23,7 @@ class PlannedRow:
     block_tables: list[list[int]]
     samples: bool
     is_ahead: bool = False
+    scored: range = range(0)
     num_tokens: int = field(init=False)
     end: int = field(init=False)
 
@@ -47,20 +50,33 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of the tokens that follow a row's scored positions, and of the most likely ones there."""
+
+    logprobs: list[float]
+    top: list[TopLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What a step drew for one request; `stops` ends it with this token, `error` ends it FAILED and no other."""
+    """What a step drew for one request; `stops` ends it with this token, `error` ends it FAILED and no other.
+
+    Of a row that scores and does not sample there are `scores` and no token.
+    """
 
     token: int
     logprob: float | None = None
     error: str | None = None
     stops: bool = False
+    top: TopLogprobs = ()
+    scores: PromptScores | None = None
 
 
 class StepHandle(Protocol):
     """A step that was launched. Handles are waited for in the order of their launches, each once."""
 
     def wait(self) -> dict[str, SampledToken]:
-        """Gives, by request id, the token of each row that samples, once the step has run; raises EngineDead."""
+        """Gives, by request id, what each row that samples or scores has, once the step has run; raises EngineDead."""
         ...
 
 

@@ -10,6 +10,9 @@ from typing import Any, overload
 
 from engine.sampling_fields import CHECKS, PROCESSOR_OFF_VALUES, WARPER_OFF_VALUES
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most likely tokens of one place and their log-probabilities, the likeliest first; none of probability 0."""
+
 
 class RequestStatus(IntEnum):
     """Where a request is. The first five are the reference page's; CANCELLED is ours."""
@@ -48,10 +51,13 @@ class SamplingParams:
     top_k: keep the k best tokens; 0 keeps all.
     top_p: keep the smallest set of tokens whose probability reaches it; in (0, 1].
     seed: token i of the output depends on (seed, position) and the scores alone; None draws one at random.
-    max_new_tokens: at most so many tokens; None means up to the length limit of the model.
+    max_new_tokens: at most so many tokens; None means up to the length limit of the model; 0 computes the prompt alone.
     eos_token_ids: ids that end the request (and are part of its output); None means the model's, () means none.
     stop_token_ids: further ids that end it, whatever eos_token_ids says; what acts on end tokens acts on these too.
     logprobs: also give the log-probability of each token, of the scores it was sampled from.
+    top_logprobs: with logprobs, those of so many most likely tokens of each place too.
+    prompt_logprobs: also give the log-probability of each token of the prompt but the first, of the model's own scores,
+        and those of so many most likely tokens of each place; 0 gives the token's alone. Once for all sequences.
     num_return_sequences: how many outputs of the prompt to sample, each with a seed of its own.
 
     Where the temperature is above 0, after top_p and in this order (top_h before top_k): min_p (0 is off), top_h (0 is
@@ -103,6 +109,8 @@ class SamplingParams:
     watermarking_config: Mapping[str, Any] | Sequence[tuple[str, Any]] | None = None
     stop_token_ids: Sequence[int] | None = None
     allowed_token_ids: Sequence[int] | None = None
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, check in CHECKS.items():
@@ -202,7 +210,9 @@ class GenerationOutput:
     prompt_ids: the prompt, the same object in every output of a request.
     generated_tokens: all tokens so far: a shared view while streaming, a plain list in the last output.
     new_tokens: those since the output before this one; a callback may carry several.
-    logprobs: one per generated token where asked for, else empty.
+    logprobs, top_logprobs: one per generated token where asked for, else empty.
+    prompt_logprobs, prompt_top_logprobs: one per token of the prompt but the first where asked for, else empty; whole
+        from the first generated token on, the same object in every output.
     created_time, lifespan, timestamps: `time.perf_counter()` seconds; lifespan is (first scheduled, ended), -1 unset.
     weight_versions: spans over generated_tokens, in order, without gaps.
     num_cached_tokens: prompt tokens taken from the prefix cache when the request was first scheduled.
@@ -222,6 +232,10 @@ class GenerationOutput:
     finish_reason: FinishReason | None = None
     weight_versions: tuple[WeightSpan, ...] = ()
     num_cached_tokens: int = 0
+    top_logprobs: Sequence[TopLogprobs] = field(default_factory=list)
+    new_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[float] = field(default_factory=list)
+    prompt_top_logprobs: Sequence[TopLogprobs] = field(default_factory=list)
 
     def is_finished(self) -> bool:
         """True for the one terminal output of a request: finished, failed or cancelled."""

@@ -10,6 +10,8 @@ from engine import ranges
 MAX_SEED = 2**63
 MAX_SEQUENCES = 1024
 """Of one request; more is a typing error or an attack."""
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's limit."""
 
 PROCESSOR_OFF_VALUES: dict[str, object] = {
     "repetition_penalty": 1,
@@ -68,10 +70,12 @@ CHECKS: dict[str, ranges.Check] = {
     "top_k": _COUNT,
     "top_p": _SHARE_ABOVE_0,
     "seed": ranges.integer(minimum=-MAX_SEED, maximum=MAX_SEED - 1),
-    "max_new_tokens": ranges.integer(minimum=1),
+    "max_new_tokens": ranges.integer(minimum=0),
     "eos_token_ids": ranges.token_ids(minimum=-1),
     "stop_token_ids": ranges.token_ids(),
     "logprobs": ranges.flag,
+    "top_logprobs": ranges.integer(minimum=0, maximum=MAX_TOP_LOGPROBS),
+    "prompt_logprobs": ranges.integer(minimum=0, maximum=MAX_TOP_LOGPROBS),
     "num_return_sequences": ranges.integer(minimum=1, maximum=MAX_SEQUENCES),
     "min_p": _SHARE,
     "top_h": _SHARE,

@@ -27,6 +27,8 @@ from engine.waiting_line import Order, WaitingLine
 
 MIN_PREFILL_TOKENS = 32
 """A step full of decoding requests still takes so many prompt tokens, or prompts would starve."""
+MIN_SCORED_TOKENS = 32
+"""So many tokens of prompts are scored in a step even where every place is taken by a request that samples."""
 MAX_PREFILL_STEPS = 8
 """With prefill_first, decoding requests wait for so many steps at most."""
 STAND_IN = 0
@@ -83,6 +85,7 @@ class Scheduler:
         self._num_prefill_steps = 0
         self._waiting_prefill_tokens = 0
         self._waiting_decode_tokens = 0
+        self._score_room = 0
 
     @property
     def has_requests(self) -> bool:
@@ -118,6 +121,8 @@ class Scheduler:
         """
         assert self.num_in_flight <= 1, "a token without a name is always of the step before"
         self.must_drain = False
+        # A step has about as many rows of logits as it was sized for, however long the prompts to score are.
+        self._score_room = max(MIN_SCORED_TOKENS, self.config.max_requests_per_batch - len(self._running))
         rows: dict[str, PlannedRow] = {}
         prompts_first = self.config.scheduler_type == "prefill_first" and self._num_prefill_steps < MAX_PREFILL_STEPS
         if not prompts_first:
@@ -141,7 +146,7 @@ class Scheduler:
     def commit(self, plan: StepPlan, samples: dict[str, SampledToken], now: float) -> list[ActiveRequest]:
         """Takes the outcome of a step in, the oldest in flight; gives the requests that have something new to tell.
 
-        Every row that samples has an entry in `samples`; a row without `samples` may have one that carries an error.
+        Every row that samples or scores has an entry in `samples`; any other may have one that carries an error.
         Rows of requests that ended meanwhile are thrown away.
         """
         self.num_in_flight -= 1
@@ -165,8 +170,14 @@ class Scheduler:
                 group.drop_invisible(table, row.end)
             if request.children and row.end >= len(request.prompt_ids) - 1:
                 self._fork(request, now)
-            if sample is not None:
+            if sample is not None and sample.scores is not None:
+                request.prompt_logprobs += sample.scores.logprobs
+                request.prompt_top_logprobs += sample.scores.top
+            if sample is not None and row.samples:
                 self._append(request, sample, now)
+                told.append(request)
+            elif request.max_new_tokens == 0 and row.end == len(request.prompt_ids):
+                self._end(request, FinishReason.LENGTH, now)
                 told.append(request)
         return told
 
@@ -281,10 +292,11 @@ class Scheduler:
         for request in self._best_first(is_decoding=False):
             if budget == 0:
                 return
-            budget -= self._plan_row(request, self._chunk(request, budget), rows)
+            if chunk := self._chunk(request, budget):
+                budget -= self._plan_row(request, chunk, rows)
         while budget > 0 and len(self._running) < self.config.max_requests_per_batch and not self.must_drain:
             head = self._line.head()
-            if head is None or not self._admit(head, budget, now):
+            if head is None or (head.num_to_score and not self._score_room) or not self._admit(head, budget, now):
                 return
             budget -= self._plan_row(head, self._chunk(head, budget), rows)
 
@@ -298,7 +310,10 @@ class Scheduler:
 
     def _chunk(self, request: ActiveRequest, budget: int) -> int:
         """How many tokens to compute next; of a prompt with children all but the last, which each samples after."""
-        return min(budget, self._max_chunk, request.num_to_compute - bool(request.children))
+        chunk = min(budget, self._max_chunk, request.num_to_compute - bool(request.children))
+        if request.num_to_score > self._score_room:
+            chunk = min(chunk, max(0, request.num_scored - request.num_computed) + self._score_room)
+        return chunk
 
     def _plan_row(self, request: ActiveRequest, num_new: int, rows: dict[str, PlannedRow]) -> int:
         """Adds a row of `num_new` tokens, sending others back for their blocks where needed; gives its size."""
@@ -314,13 +329,18 @@ class Scheduler:
                 return 0
         for group, table in zip(self.groups, request.block_tables, strict=True):
             group.extend(table, end)
+        scored = range(0)
+        if request.num_to_score:
+            scored = range(max(start, request.num_scored), min(end, len(request.prompt_ids) - 1))
+            self._score_room -= len(scored)
         rows[request.request_id] = PlannedRow(
             request=request,
             start=start,
             token_ids=request.token_ids[start:end] or [STAND_IN],
             block_tables=[list(table) for table in request.block_tables],
-            samples=end == request.num_tokens + request.num_pending,
+            samples=end == request.num_tokens + request.num_pending and request.max_new_tokens > 0,
             is_ahead=start == request.num_tokens,
+            scored=scored,
         )
         return num_new
 
@@ -372,6 +392,9 @@ class Scheduler:
             return []
         page = self.config.page_size
         num_full = (request.num_tokens - 1) // page
+        if request.num_to_score:
+            # What the cache has is not computed, and has no logits to score.
+            num_full = min(num_full, request.num_scored // page)
         if request.chain_version != self.version:
             request.digests = []
             request.chain_version = self.version
@@ -433,6 +456,8 @@ class Scheduler:
         request.append(sample.token)
         if sample.logprob is not None:
             request.logprobs.append(sample.logprob)
+            if request.sampling.top_logprobs:
+                request.top_logprobs.append(sample.top)
         if request.record_timestamps:
             request.timestamps.append(now)
         self._extend_span(request)
@@ -509,13 +534,14 @@ class Scheduler:
 def _sits_out(request: ActiveRequest) -> bool:
     """True while a request cannot go on before a step in flight is committed, or its children would be left behind."""
     if request.num_to_compute != 1:
-        return False
-    is_last_on_its_way = request.num_pending >= request.num_to_generate
+        return request.num_to_compute == 0
+    is_last_on_its_way = request.num_pending > 0 and request.num_pending >= request.num_to_generate
     needs_the_token = request.num_pending > 0 and request.needs_last_token
     return is_last_on_its_way or needs_the_token or bool(request.children)
 
 
 def _set_off(row: PlannedRow) -> None:
     row.request.num_computed = row.end
+    row.request.num_scored = max(row.request.num_scored, row.scored.stop)
     row.request.num_pending += row.samples
     row.request.num_in_flight += 1

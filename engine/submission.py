@@ -145,20 +145,23 @@ class RequestFactory:
     def _filled(self, given: SamplingParams, prompt_length: int, has_tokenizer: bool) -> SamplingParams:
         """Fills what the request leaves open; refuses what cannot be done together or can never fit."""
         check_vocabulary(given, self._config.vocab_size)
-        max_new_tokens = given.max_new_tokens or self._defaults.sampling.max_new_tokens
+        max_new_tokens = given.max_new_tokens
+        if max_new_tokens is None:
+            max_new_tokens = self._defaults.sampling.max_new_tokens
+        least = 1 if max_new_tokens is None else max_new_tokens
         limit = self._config.max_model_len
         if max_new_tokens is None:
             limit = min(limit, self._defaults.max_length or limit)
-        if prompt_length + (max_new_tokens or 1) > limit:
+        if prompt_length + least > limit:
             raise ContextLengthExceeded(
-                f"the prompt has {prompt_length} tokens and {max_new_tokens or 1} new ones are asked for, together more"
+                f"the prompt has {prompt_length} tokens and {least} new ones are asked for, together more"
                 f" than the {limit} that fit; shorten one of them",
                 param="max_new_tokens" if prompt_length < limit else "input_ids",
             )
         with self._lock:
             seed = self._seeds.getrandbits(63)
         here = SamplingParams(
-            max_new_tokens=max_new_tokens or limit - prompt_length,
+            max_new_tokens=limit - prompt_length if max_new_tokens is None else max_new_tokens,
             seed=seed,
             logprobs=self._config.return_logprobs,
             stop_strings=(self._defaults.model_stop_strings or None) if has_tokenizer else None,
@@ -217,7 +220,7 @@ def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
     return ActiveRequest(
         request_id=request_id,
         prompt_ids=parent.prompt_ids,
-        sampling=replace(parent.sampling, seed=seed),
+        sampling=replace(parent.sampling, seed=seed, prompt_logprobs=None),
         created_time=parent.created_time,
         cache_salt=parent.cache_salt,
         tenant=parent.tenant,

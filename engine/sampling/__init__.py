@@ -2,6 +2,7 @@
 
 from engine.sampling.counter import uniform
 from engine.sampling.drawn_step import DrawnRows, DrawnStep, NewTokens
+from engine.sampling.prompt_scores import score_prompts
 from engine.sampling.row_sampler import RowSampler
 from engine.sampling.sampler import Draw, SampleResult, SamplingRow, draw
 from engine.sampling.stop_strings import StopStrings
@@ -16,5 +17,6 @@ __all__ = [
     "SamplingRow",
     "StopStrings",
     "draw",
+    "score_prompts",
     "uniform",
 ]

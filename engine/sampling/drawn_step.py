@@ -5,15 +5,17 @@ Shapes: R rows drawn together, T tokens of the next step, P places in it.
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import isnan
 
 import torch
 from torch import Tensor
 
 from engine.active_request import ActiveRequest
 from engine.errors import EngineDead
-from engine.plan import PlannedRow, SampledToken
+from engine.plan import PlannedRow, PromptScores, SampledToken
 from engine.sampling.masks import advance
+from engine.sampling.prompt_scores import ScoredPrompts
 from engine.sampling.sampler import Draw, SampleResult
 from engine.sampling.stop_strings import StopStrings
 from engine.transfer import to_device
@@ -26,6 +28,7 @@ class DrawnRows:
     """What was drawn, part by part; `failed` has the errors of requests for which nothing could be."""
 
     parts: list[tuple[list[ActiveRequest], Draw, str]] = field(default_factory=list)
+    scored: list[ScoredPrompts] = field(default_factory=list)
     failed: dict[str, SampledToken] = field(default_factory=dict)
 
     def add(self, requests: list[ActiveRequest], draw: Draw, *, error: str) -> None:
@@ -37,6 +40,7 @@ class DrawnRows:
 
     def extend(self, more: "DrawnRows") -> None:
         self.parts.extend(more.parts)
+        self.scored.extend(more.scored)
         self.failed.update(more.failed)
 
 
@@ -70,6 +74,7 @@ class DrawnStep:
         self._requests = [requests for requests, _, _ in drawn.parts]
         self._errors = [error for _, _, error in drawn.parts]
         self._draws = [draw.on_host() for _, draw, _ in drawn.parts]
+        self._scored = [scored.on_host() for scored in drawn.scored]
         self._arrival = torch.Event(device) if device.type == "cuda" else None
         if self._arrival is not None:
             self._arrival.record()
@@ -89,6 +94,10 @@ class DrawnStep:
                 samples[request.request_id] = (
                     SampledToken(token=0, error=message) if row in bad_rows else self._sampled(request, result, row)
                 )
+        for scored in self._scored:
+            for request_id, scores in scored.result().items():
+                sample = samples.get(request_id, SampledToken(token=0))
+                samples[request_id] = replace(sample, scores=scores, error=sample.error or _problem(scores))
         return samples
 
     def _sampled(self, request: ActiveRequest, result: SampleResult, row: int) -> SampledToken:
@@ -104,4 +113,8 @@ class DrawnStep:
             if failure is not None:
                 return SampledToken(token=0, error=failure)
             stops |= is_finished
-        return SampledToken(token=token, logprob=result.logprobs.get(row), stops=stops)
+        return SampledToken(token=token, logprob=result.logprobs.get(row), stops=stops, top=result.top.get(row, ()))
+
+
+def _problem(scores: PromptScores) -> str | None:
+    return "the model's scores of its prompt are not numbers" if any(map(isnan, scores.logprobs)) else None

@@ -111,8 +111,9 @@ class RowSampler:
         error: str,
     ) -> None:
         wants_logprobs = [index for index, row in enumerate(rows) if row.request.sampling.logprobs]
+        num_top = {index: rows[index].request.sampling.top_logprobs or 0 for index in wants_logprobs}
         requests = [row.request for row in rows]
-        drawn.add(requests, draw(scores_LV, sampling_rows, logprob_rows=wants_logprobs), error=error)
+        drawn.add(requests, draw(scores_LV, sampling_rows, logprob_rows=wants_logprobs, num_top=num_top), error=error)
 
 
 def _process(processors: RowProcessors, row: PlannedRow, logits_V: Tensor, masks: StepMasks) -> Tensor:

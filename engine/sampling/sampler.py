@@ -7,13 +7,15 @@ another replica) then moves the draw by no more than itself, where two nearly eq
 Shapes: R rows, V vocabulary, B blocks of the vocabulary, W tokens in a block.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.request import TopLogprobs
 from engine.sampling.counter import uniform
 from engine.sampling.warpers import apply_temperature, apply_top_k, apply_top_p
 from engine.transfer import to_device
@@ -40,11 +42,43 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """tokens: one a row. logprobs: by row, of the processed scores. bad_rows: without usable logits; token 0."""
+    """tokens: one a row. logprobs, top: by row, of the processed scores. bad_rows: without usable logits; token 0."""
 
     tokens: list[int]
     logprobs: dict[int, float]
     bad_rows: list[int]
+    top: dict[int, TopLogprobs] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The K most likely tokens of some rows, of which row i wants `counts[i]`."""
+
+    rows: list[int]
+    counts: list[int]
+    ids_RK: Tensor
+    logprobs_RK: Tensor
+
+    def on_host(self) -> "TopTokens":
+        return replace(
+            self,
+            ids_RK=self.ids_RK.to("cpu", non_blocking=True),
+            logprobs_RK=self.logprobs_RK.to("cpu", non_blocking=True),
+        )
+
+    def result(self) -> dict[int, TopLogprobs]:
+        """Gives the tokens by row, without those of probability 0."""
+        listed = zip(self.rows, self.counts, self.ids_RK.tolist(), self.logprobs_RK.tolist(), strict=True)
+        return {
+            row: tuple(pair for pair in zip(ids[:count], logprobs[:count], strict=True) if pair[1] > -inf)
+            for row, count, ids, logprobs in listed
+        }
+
+
+def top_tokens(logprobs_RV: Tensor, rows: Sequence[int], counts: Sequence[int]) -> TopTokens:
+    """Gives the most likely tokens; rows: what the rows of `logprobs_RV` are called."""
+    top = logprobs_RV.topk(min(max(counts), logprobs_RV.shape[-1]), dim=-1)
+    return TopTokens(list(rows), list(counts), top.indices, top.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +89,7 @@ class Draw:
     is_good_R: Tensor
     logprob_rows: list[int]
     logprobs_W: Tensor
+    tops: list[TopTokens] = field(default_factory=list)
 
     def on_host(self) -> "Draw":
         """Gives a copy in the host's memory, which holds the values once the device has come to this point."""
@@ -63,6 +98,7 @@ class Draw:
             tokens_R=self.tokens_R.to("cpu", non_blocking=True),
             is_good_R=self.is_good_R.to("cpu", non_blocking=True),
             logprobs_W=self.logprobs_W.to("cpu", non_blocking=True),
+            tops=[top.on_host() for top in self.tops],
         )
 
     def result(self) -> SampleResult:
@@ -73,17 +109,26 @@ class Draw:
             tokens=self.tokens_R.tolist(),
             logprobs={row: value for row, value in logprobs.items() if row not in bad_rows},
             bad_rows=bad_rows,
+            top={row: top for tops in self.tops for row, top in tops.result().items()},
         )
 
 
-def draw(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequence[int] = ()) -> Draw:
+def draw(
+    logits_RV: Tensor,
+    rows: Sequence[SamplingRow],
+    *,
+    logprob_rows: Sequence[int] = (),
+    num_top: Mapping[int, int] | None = None,
+) -> Draw:
     """Chooses one token for each row; reads `logits_RV` only, and no generator of torch's.
+
+    num_top: by row, how many of the most likely tokens are wanted too; these rows are among `logprob_rows`.
 
     A row is bad when it holds NaN or +inf, or nothing but -inf; the others are not touched by it. A bad row has no
     log-probability. These are of the scores after temperature, top-k and top-p; of the raw ones where greedy.
     On a GPU only a temperature below 1 and a top_p wait for the device, to look at one number each.
     """
-    parts = _Parts(wanted=frozenset(logprob_rows))
+    parts = _Parts(wanted=frozenset(logprob_rows), num_top=num_top or {})
     greedy = [row for row, parameters in enumerate(rows) if parameters.temperature == 0]
     drawn = [row for row, parameters in enumerate(rows) if parameters.temperature != 0]
     if greedy:
@@ -101,8 +146,10 @@ def draw(logits_RV: Tensor, rows: Sequence[SamplingRow], *, logprob_rows: Sequen
 class _Parts:
     """Collects what is drawn part by part and puts it in the order of the rows."""
 
-    def __init__(self, wanted: frozenset[int]) -> None:
+    def __init__(self, wanted: frozenset[int], num_top: Mapping[int, int]) -> None:
         self._wanted = wanted
+        self._num_top = num_top
+        self._tops: list[TopTokens] = []
         self._rows: list[int] = []
         self._tokens: list[Tensor] = []
         self._logprob_rows: list[int] = []
@@ -124,6 +171,13 @@ class _Parts:
             logprobs_WV = _pick(scores_RV, wanted).log_softmax(dim=-1)
             self._logprobs.append(logprobs_WV.gather(-1, _pick(tokens_R, wanted)[:, None])[:, 0])
             self._logprob_rows += [chunk[i] for i in wanted]
+            self._add_tops(logprobs_WV, [chunk[i] for i in wanted])
+
+    def _add_tops(self, logprobs_WV: Tensor, rows: Sequence[int]) -> None:
+        places = [i for i, row in enumerate(rows) if self._num_top.get(row)]
+        if places:
+            named = [rows[i] for i in places]
+            self._tops.append(top_tokens(_pick(logprobs_WV, places), named, [self._num_top[row] for row in named]))
 
     def together(self, logits_RV: Tensor) -> Draw:
         tokens_R = _cat(self._tokens, logits_RV.new_empty(0, dtype=torch.long))
@@ -135,6 +189,7 @@ class _Parts:
             is_good_R=is_good_R,
             logprob_rows=self._logprob_rows,
             logprobs_W=_cat(self._logprobs, logits_RV.new_empty(0, dtype=torch.float32)),
+            tops=self._tops,
         )
 
 

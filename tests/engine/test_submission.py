@@ -97,7 +97,9 @@ def test_equal_config_seeds_give_equal_request_seeds() -> None:
         ({"top_k": 2.5}, "top_k"),
         ({"seed": 2**63}, "seed"),
         ({"seed": True}, "seed"),
-        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"max_new_tokens": -1}, "max_new_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"eos_token_ids": ("a",)}, "eos_token_ids"),
     ],
 )
