@@ -139,9 +139,9 @@ async def test_every_token_has_one_version_however_weights_and_events_fall(
             for event in events_of(rng, ids, wants_logprobs=rng.random() < 0.5)
         ]
         answer = Answer(tokenizer, TextRules(tuple(stops)))
-        generation = Generation(Events(events), answer)  # type: ignore[arg-type]  # stands in for a handle's stream
+        generation = Generation(Events(events), [answer], prompt_ids=[1])  # type: ignore[arg-type]
         await generation.prime(Admission(1), probe=never_asked)
-        handed_out = [event async for event in _token_events(generation, [1])]
+        handed_out = [event async for event in _token_events(generation)]
         expected = version_of[: answer.num_tokens]
         assert versions_in(answer.weight_versions) == expected
         assert versions_in([span for event in handed_out for span in event.weight_versions]) == expected
