@@ -153,7 +153,7 @@ class Clocks:
     def on_engine(self, model: Any) -> Iterator[None]:
         """While inside, every part of the engine that runs `model` is clocked."""
         import engine.model_runner
-        from engine.attention.cpu import DecodeKernel
+        from engine.attention.cpu import CpuKernel
         from engine.kv_cache import KVCache
         from engine.loop import GenerationLoop
         from engine.sampling import RowSampler
@@ -168,7 +168,7 @@ class Clocks:
             stack.enter_context(self._around(engine.model_runner, "run_attention", ATTENTION, is_maker=True))
             stack.enter_context(self._around(KVCache, "read", CACHE_READ))
             stack.enter_context(self._around(KVCache, "write", CACHE_WRITE))
-            stack.enter_context(self._around(DecodeKernel, "_store", CACHE_WRITE))
+            stack.enter_context(self._around(CpuKernel, "_store", CACHE_WRITE))
             stack.enter_context(self._around(RowSampler, "draw", SAMPLING))
             yield
 

@@ -15,6 +15,10 @@ FAST = {"reassoc", "contract", "nsz", "arcp"}
 LOG2_E = np.float32(1.4426950408889634)
 LEAST_EXPONENT = np.float32(-87.0)
 """e to this is about the smallest normal float32."""
+POWER_OF_TWO = tuple(
+    map(np.float32, (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1))
+)
+"""The Taylor series of 2^f, the highest power first."""
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -40,18 +44,18 @@ def exponential(x: np.float32) -> np.float32:
     """Gives e^x for x <= 0, to within (3 + |x|) 1e-7 of its value, and NaN for NaN.
 
     The library's function takes one number at a time; of this arithmetic the compiler makes eight at a time. 2^n goes
-    into the bits of the exponent, 2^f for f in [-0.5, 0.5] is its Taylor series.
+    into the bits of the exponent, 2^f is for f in [-0.5, 0.5].
     """
     y = (LEAST_EXPONENT if x < LEAST_EXPONENT else x) * LOG2_E
     n = np.floor(y + np.float32(0.5))
     f = y - n
-    p = np.float32(1.5403530e-4)
-    p = p * f + np.float32(1.3333558e-3)
-    p = p * f + np.float32(9.6181291e-3)
-    p = p * f + np.float32(5.5504109e-2)
-    p = p * f + np.float32(2.4022651e-1)
-    p = p * f + np.float32(6.9314718e-1)
-    p = p * f + np.float32(1)
+    p = POWER_OF_TWO[0]
+    p = p * f + POWER_OF_TWO[1]
+    p = p * f + POWER_OF_TWO[2]
+    p = p * f + POWER_OF_TWO[3]
+    p = p * f + POWER_OF_TWO[4]
+    p = p * f + POWER_OF_TWO[5]
+    p = p * f + POWER_OF_TWO[6]
     power: np.float32 = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
     result: np.float32 = p * power
     return result

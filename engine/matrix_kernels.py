@@ -40,11 +40,11 @@ def multiply(
             column = p * PANEL
             if column + PANEL <= num_columns:
                 _fill(out, column, num_columns, num_rows, bias_N[column : column + PANEL])
-                _add_panel(rows_MK, panels_PKL[p], out, column, num_columns)
+                _add_panel(rows_MK, panels_PKL, p, out, column, num_columns)
             else:
                 whole = np.empty((num_rows, PANEL), np.float32)
                 _fill(whole.reshape(-1), 0, PANEL, num_rows, bias_N[column:])
-                _add_panel(rows_MK, panels_PKL[p], whole.reshape(-1), 0, PANEL)
+                _add_panel(rows_MK, panels_PKL, p, whole.reshape(-1), 0, PANEL)
                 out_MN[:, column:] = whole[:, : num_columns - column]
 
 
@@ -60,8 +60,8 @@ def multiply_gated(
         for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
             gate_ML[:] = np.float32(0)
             up_ML[:] = np.float32(0)
-            _add_panel(rows_MK, gate_PKL[p], gate_ML.reshape(-1), 0, PANEL)
-            _add_panel(rows_MK, up_PKL[p], up_ML.reshape(-1), 0, PANEL)
+            _add_panel(rows_MK, gate_PKL, p, gate_ML.reshape(-1), 0, PANEL)
+            _add_panel(rows_MK, up_PKL, p, up_ML.reshape(-1), 0, PANEL)
             column = p * PANEL
             for m in range(num_rows):
                 for n in range(min(PANEL, num_columns - column)):
@@ -82,12 +82,17 @@ def _fill(out: np.ndarray, at: int, step: int, num_rows: int, bias_L: np.ndarray
 
 
 @compiled()
-def _add_panel(rows_MK: np.ndarray, panel_KL: np.ndarray, out: np.ndarray, at: int, step: int) -> None:
+def _add_panel(rows_MK: np.ndarray, panels_PKL: np.ndarray, p: int, out: np.ndarray, at: int, step: int) -> None:
     num_rows, width = rows_MK.shape
+    rows, panels = rows_MK.reshape(-1), panels_PKL.reshape(-1)
     num_tiles, num_depths = (num_rows + HEIGHT - 1) // HEIGHT, (width + DEPTH - 1) // DEPTH
     for d in range(num_depths):
-        first, depth = width * d // num_depths, width * (d + 1) // num_depths - width * d // num_depths
+        first, last = width * d // num_depths, width * (d + 1) // num_depths
         for tile in range(num_tiles):
             # Tiles of about the same height: one of a single row is half as fast.
             low, high = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
-            add_tile(rows_MK, low, panel_KL, first, depth, out, at + low * step, step, high - low)  # type: ignore[call-arg]
+            panel_at = (p * width + first) * PANEL
+            out_at = at + low * step
+            add_tile(  # type: ignore[call-arg]
+                rows, low * width + first, width, panels, panel_at, PANEL, last - first, out, out_at, step, high - low
+            )

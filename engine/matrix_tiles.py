@@ -3,6 +3,7 @@
 Of a loop in Python numba makes vectors, and yet keeps the sums in memory; this reaches what the processor can multiply.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir  # type: ignore[import-untyped]
@@ -23,123 +24,153 @@ ROWS_A_POINTER = 3
 """An address is a pointer and once or twice the distance of rows: so a tile takes few registers for addresses."""
 
 VECTOR = ir.VectorType(FLOAT, LANES)
+ALIGNMENT = 4
+"""Of numbers in memory, in bytes: arrays begin anywhere."""
 
 
 @intrinsic
 def add_tile(
     typing: Any,  # noqa: ARG001  # the compiler looks at names and number of what it is given
     rows: Any,
-    row: Any,  # noqa: ARG001
+    row_at: Any,  # noqa: ARG001
+    row_step: Any,  # noqa: ARG001
     panel: Any,
-    first: Any,  # noqa: ARG001
+    panel_at: Any,  # noqa: ARG001
+    panel_step: Any,  # noqa: ARG001
     depth: Any,  # noqa: ARG001
     out: Any,
-    at: Any,  # noqa: ARG001
-    step: Any,  # noqa: ARG001
+    out_at: Any,  # noqa: ARG001
+    out_step: Any,  # noqa: ARG001
     height: Any,  # noqa: ARG001
 ) -> Any:
     """Compiled, adds the product of some rows and a panel to a tile of `out`.
 
-    rows: M x K, of which `height`, from `row` on, are multiplied; up to HEIGHT. panel: K x PANEL. Of K only `depth`
-    numbers are, from `first` on. out: flat; the tile begins at `at`, and a row of it `step` further than the last.
-    All three are contiguous float32.
+    rows, height x depth with height up to HEIGHT, panel, depth x PANEL, and the tile, height x PANEL, lie in flat
+    arrays of float32: they begin at `at`, and each of their rows is `step` further than the last.
     """
-    index = types.int64
-    signature = types.void(rows, index, panel, index, index, out, index, index, index)
+    number = types.int64
+    signature = types.void(rows, number, number, panel, number, number, number, out, number, number, number)
     return signature, _emit
 
 
 def _emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    _, row, _, first, depth, _, at, step, height = arguments
-    arrays = [
-        context.make_array(kind)(context, builder, value)
-        for kind, value in zip(signature.args, arguments, strict=True)
-        if isinstance(kind, types.Array)
-    ]
-    width = builder.extract_value(arrays[0].shape, 1)
-    start = builder.add(builder.mul(row, width), first)
-    source = builder.gep(arrays[0].data, [start])
-    weights = builder.gep(arrays[1].data, [builder.mul(first, _index(PANEL))])
-    sums = builder.gep(arrays[2].data, [at])
+    _, row_at, row_step, _, panel_at, panel_step, depth, _, out_at, out_step, height = arguments
+    rows, panel, out = (array.data for array in arrays_of(context, builder, signature, arguments))
+    source = builder.gep(rows, [row_at]), row_step
+    weights = builder.gep(panel, [panel_at]), panel_step, depth
+    tile = builder.gep(out, [out_at]), out_step
     done = builder.append_basic_block("done")
     choice = builder.switch(height, done)
     for number in range(1, HEIGHT + 1):
         block = builder.append_basic_block(f"tile{number}")
-        choice.add_case(_index(number), block)
+        choice.add_case(index(number), block)
         builder.position_at_end(block)
-        _emit_tile(builder, number, (source, width), (weights, depth), (sums, step))
+        _emit_tile(builder, number, source, weights, tile)
         builder.branch(done)
     builder.position_at_end(done)
     return context.get_dummy_value()
 
 
+def arrays_of(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
+    """Gives the arrays among the arguments of an intrinsic."""
+    given = zip(signature.args, arguments, strict=True)
+    return [context.make_array(kind)(context, builder, value) for kind, value in given if isinstance(kind, types.Array)]
+
+
 def _emit_tile(builder: Any, height: int, source: Any, weights: Any, out: Any) -> None:
-    """Sums one row of weights after the other, adds that to the tile. Pairs: source, weights and out as above."""
-    (first_row, width), (first_weight, depth), (corner, step) = source, weights, out
-    starts = [builder.gep(first_row, [builder.mul(width, _index(m))]) for m in range(0, height, ROWS_A_POINTER)]
+    """Sums one row of weights after the other, adds that to the tile: each given by its corner and its step."""
+    (first_row, row_step), (first_weight, weight_step, depth), (corner, step) = source, weights, out
+    starts = [builder.gep(first_row, [builder.mul(row_step, index(m))]) for m in range(0, height, ROWS_A_POINTER)]
     before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("store")
     builder.branch(loop)
     builder.position_at_end(loop)
-    count = _carried(builder, depth, before)
-    weight = _carried(builder, first_weight, before)
-    pointers = [_carried(builder, start, before) for start in starts]
+    count = carried(builder, depth, before)
+    weight = carried(builder, first_weight, before)
+    pointers = [carried(builder, start, before) for start in starts]
     # From zero: numbers are summed by parts of K, and rounding grows with the length of a part.
-    sums = [_carried(builder, ir.Constant(VECTOR, [0.0] * LANES), before) for _ in range(height * VECTORS)]
-    weights_of_row = [_load(builder, builder.gep(weight, [_index(v * LANES)])) for v in range(VECTORS)]
+    sums = [carried(builder, ir.Constant(VECTOR, [0.0] * LANES), before) for _ in range(height * VECTORS)]
+    weights_of_row = [load(builder, builder.gep(weight, [index(v * LANES)])) for v in range(VECTORS)]
     added = []
     for m in range(height):
         pointer, further = pointers[m // ROWS_A_POINTER], m % ROWS_A_POINTER
-        value = builder.load(builder.gep(pointer, [builder.mul(width, _index(further))]) if further else pointer)
-        everywhere = _spread(builder, value)
+        value = builder.load(builder.gep(pointer, [builder.mul(row_step, index(further))]) if further else pointer)
+        everywhere = spread(builder, value)
         sums_of_row = sums[m * VECTORS : (m + 1) * VECTORS]
         for one, total in zip(weights_of_row, sums_of_row, strict=True):
-            added.append(builder.call(_fma(builder), [everywhere, one, total]))
-    left = builder.sub(count, _index(1))
+            added.append(builder.call(vector_function(builder, "fma", 3), [everywhere, one, total]))
+    left = builder.sub(count, index(1))
     count.add_incoming(left, loop)
-    weight.add_incoming(builder.gep(weight, [_index(PANEL)]), loop)
+    weight.add_incoming(builder.gep(weight, [weight_step]), loop)
     for pointer in pointers:
         # Were it plain to the compiler how a pointer moves, it would keep one for each row, and most of them in memory.
-        pointer.add_incoming(_hidden(builder, builder.gep(pointer, [_index(1)])), loop)
+        pointer.add_incoming(hidden(builder, builder.gep(pointer, [index(1)])), loop)
     for value, result in zip(sums, added, strict=True):
         value.add_incoming(result, loop)
-    builder.cbranch(builder.icmp_signed(">", left, _index(0)), loop, after)
+    builder.cbranch(builder.icmp_signed(">", left, index(0)), loop, after)
     builder.position_at_end(after)
     for i, result in enumerate(added):
-        column = _index(i % VECTORS * LANES)
-        place = builder.gep(corner, [builder.add(builder.mul(step, _index(i // VECTORS)), column)])
-        builder.store(
-            builder.fadd(_load(builder, place), result), builder.bitcast(place, VECTOR.as_pointer())
-        ).align = 4
+        column = index(i % VECTORS * LANES)
+        place = builder.gep(corner, [builder.add(builder.mul(step, index(i // VECTORS)), column)])
+        store(builder, builder.fadd(load(builder, place), result), place)
 
 
-def _index(value: int) -> Any:
+def index(value: int) -> Any:
+    """Gives a constant to count and to find places with."""
     return ir.Constant(INDEX, value)
 
 
-def _carried(builder: Any, start: Any, before: Any) -> Any:
+def carried(builder: Any, start: Any, before: Any) -> Any:
+    """Gives what a loop carries from one round to the next; `before` is the block it begins in."""
     phi = builder.phi(start.type)
     phi.add_incoming(start, before)
     return phi
 
 
-def _load(builder: Any, place: Any) -> Any:
+def looped(builder: Any, count: Any, starts: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """Emits a loop over 0, LANES, 2 LANES up to `count`, entered at least once; gives what it carries at its end.
+
+    body: takes the number and what is carried, and gives the latter anew. It emits no branches.
+    """
+    before, loop, after = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("after")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    at = carried(builder, index(0), before)
+    held = [carried(builder, start, before) for start in starts]
+    results = body(at, held)
+    for phi, result in zip([at, *held], [builder.add(at, index(LANES)), *results], strict=True):
+        phi.add_incoming(result, loop)
+    builder.cbranch(builder.icmp_signed("<", builder.add(at, index(LANES)), count), loop, after)
+    builder.position_at_end(after)
+    return results
+
+
+def load(builder: Any, place: Any) -> Any:
+    """Gives the LANES numbers there."""
     loaded = builder.load(builder.bitcast(place, VECTOR.as_pointer()))
-    loaded.align = 4
+    loaded.align = ALIGNMENT
     return loaded
 
 
-def _spread(builder: Any, value: Any) -> Any:
-    nothing = ir.Constant(VECTOR, ir.Undefined)
-    first = builder.insert_element(nothing, value, ir.Constant(LANE, 0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(LANE, LANES), [0] * LANES))
+def store(builder: Any, vector: Any, place: Any) -> None:
+    """Writes LANES numbers there."""
+    builder.store(vector, builder.bitcast(place, VECTOR.as_pointer())).align = ALIGNMENT
 
 
-def _fma(builder: Any) -> Any:
-    kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
+def vector_function(builder: Any, name: str, num_arguments: int) -> Any:
+    """Gives a function of the compiler that takes and gives vectors."""
+    kind = ir.FunctionType(VECTOR, [VECTOR] * num_arguments)
     insert: Any = cgutils.get_or_insert_function
-    return insert(builder.module, kind, f"llvm.fma.v{LANES}f32")
+    return insert(builder.module, kind, f"llvm.{name}.v{LANES}f32")
 
 
-def _hidden(builder: Any, pointer: Any) -> Any:
+def hidden(builder: Any, pointer: Any) -> Any:
+    """Gives the pointer, and the compiler does not see from what."""
     kind = ir.FunctionType(pointer.type, [pointer.type])
     return builder.call(ir.InlineAsm(kind, "", "=r,0"), [pointer])
+
+
+def spread(builder: Any, value: Any) -> Any:
+    """Gives a number, or an index, in every lane."""
+    nothing = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(nothing, value, ir.Constant(LANE, 0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(LANE, LANES), [0] * LANES))

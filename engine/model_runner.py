@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.attention.cpu import find_decode_kernel
+from engine.attention.cpu import find_cpu_kernel
 from engine.attention.flash import FlashKernels
 from engine.attention.interface import (
     STEP_ARGUMENT,
@@ -68,7 +68,7 @@ class ModelRunner:
         self._stand_ins = (
             fuse_layers(model, packed) + (packed.stand_ins() if packed is not None else []) if compiling is None else []
         )
-        self._kernel = find_decode_kernel(model.dtype, model.device) if flash is None else None
+        self._kernel = find_cpu_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
             layers,

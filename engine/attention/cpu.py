@@ -1,4 +1,4 @@
-"""The backend of the CPU: single-token rows read the cache where it lies, prompt chunks go torch's way."""
+"""The backend of the CPU: reads the cache where it lies, for single-token rows and prompt chunks alike."""
 
 import importlib
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.sdpa import LayerRules, attend_prompts, room_for_output
-from engine.attention.step import DecodeGroup, LayerView
+from engine.attention.sdpa import LayerRules
+from engine.attention.step import LayerView, PromptChunk, Spans
 
 SEES_ALL = 1 << 40
 """A window that no sequence outgrows."""
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeKernel:
-    """Attention of single-token rows without a gather and without masks. One thread at a time."""
+class CpuKernel:
+    """Attention without a gather and without masks. One thread at a time."""
 
     _compiled: Any  # the module `cpu_kernel`: numba has no types
 
@@ -35,45 +35,74 @@ class DecodeKernel:
         rules: LayerRules,
     ) -> Tensor:
         """Stores the new keys and values and gives the attention output as T x (H * G) x D."""
-        self._store(view, key_HTD, value_HTD, rules)
-        out_THGD = room_for_output(query_HGTD, value_HTD)
-        for group in view.groups:
-            self._attend_rows(view, group, query_HGTD[:, :, group.start : group.end], rules, out_THGD)
-        attend_prompts(view, query_HGTD, (key_HTD, value_HTD), rules, out_THGD)
-        return out_THGD.flatten(1, 2)
-
-    def _store(self, view: LayerView, key_HTD: Tensor, value_HTD: Tensor, rules: LayerRules) -> None:
-        for new_HTD, cache_HNCD in zip((key_HTD, value_HTD), view.cache.chunks(rules.layer), strict=True):
-            rows_THD = new_HTD.transpose(0, 1).contiguous()
-            self._compiled.store_rows(rows_THD.numpy(), view.slots_T.numpy(), cache_HNCD.numpy())
-
-    def _attend_rows(
-        self, view: LayerView, group: DecodeGroup, query_HGRD: Tensor, rules: LayerRules, out_THGD: Tensor
-    ) -> None:
         keys_HNCD, values_HNCD = view.cache.chunks(rules.layer)
-        num_heads, num_groups, num_rows, _ = query_HGRD.shape
-        sinks_HG = np.full((num_heads, num_groups), -np.inf, dtype=np.float32)
-        if rules.sinks is not None:
-            sinks_HG = rules.sinks.float().view(num_heads, num_groups).numpy()
-        self._compiled.decode_rows(
-            query_HGRD.permute(2, 0, 1, 3).contiguous().numpy(),
+        self._store(view, key_HTD, keys_HNCD)
+        self._store(view, value_HTD, values_HNCD)
+        if view.spans is None:
+            view.spans = cut_spans(view, self._compiled.MAX_SPAN)
+        query_TAD = query_HGTD.permute(2, 0, 1, 3).flatten(1, 2).contiguous()
+        num_tokens, num_heads = query_TAD.shape[:2]
+        sinks_A = np.full(num_heads, -np.inf, dtype=np.float32) if rules.sinks is None else rules.sinks.float().numpy()
+        out_TAV = query_TAD.new_empty(num_tokens, num_heads, value_HTD.shape[-1])
+        self._compiled.attend_spans(
+            query_TAD.numpy(),
             (keys_HNCD.numpy(), values_HNCD.numpy()),
-            group.chunk_ids.view(num_rows, -1).numpy(),
-            (group.first_R.numpy(), group.lengths_R.numpy()),
-            sinks_HG,
+            view.spans.places_J,
+            view.spans.chunk_ids,
+            sinks_A,
             (np.float32(rules.scale), np.float32(rules.softcap or 0), view.window or SEES_ALL),
-            out_THGD[group.start : group.end].numpy(),
+            out_TAV.numpy(),
+            torch.get_num_threads(),
         )
+        return out_TAV
+
+    def _store(self, view: LayerView, new_HTD: Tensor, cache_HNCD: Tensor) -> None:
+        rows_THD = new_HTD.transpose(0, 1).contiguous()
+        self._compiled.store_rows(rows_THD.numpy(), view.slots_T.numpy(), cache_HNCD.numpy())
 
 
-def find_decode_kernel(dtype: torch.dtype, device: torch.device) -> DecodeKernel | None:
+def cut_spans(view: LayerView, max_tokens: int) -> Spans:
+    """Cuts a step into spans, and names the chunks of each."""
+    places: list[np.ndarray] = []
+    ids: list[np.ndarray] = []
+    num_ids = 0
+    for group in view.groups:
+        num_rows = group.end - group.start
+        width = len(group.chunk_ids) // num_rows
+        lengths_R, first_R = group.lengths_R.numpy(), group.first_R.numpy()
+        start_R, ids_R = np.arange(group.start, group.end), num_ids + width * np.arange(num_rows)
+        places.append(np.stack([start_R, np.ones_like(start_R), lengths_R - 1, first_R, ids_R]))
+        ids.append(group.chunk_ids.numpy())
+        num_ids += len(ids[-1])
+    for chunk in view.chunks:
+        start_R = np.arange(chunk.start, chunk.end, max_tokens)
+        count_R = np.minimum(max_tokens, chunk.end - start_R)
+        position_R = chunk.context + start_R - chunk.start
+        rest = np.full_like(start_R, chunk.first), np.full_like(start_R, num_ids)
+        places.append(np.stack([start_R, count_R, position_R, *rest]))
+        ids.append(_chunk_ids(view, chunk))
+        num_ids += len(ids[-1])
+    return Spans(tuple(np.concatenate(places, axis=1)), np.concatenate(ids))
+
+
+def _chunk_ids(view: LayerView, chunk: PromptChunk) -> np.ndarray:
+    if chunk.chunk_ids is not None:
+        named: np.ndarray = chunk.chunk_ids.numpy()
+        return named
+    # The request begins here, so every so many tokens enter another chunk.
+    size = view.cache.chunk_tokens
+    entered: np.ndarray = view.slots_T[chunk.start : chunk.end : size].numpy() // size
+    return entered
+
+
+def find_cpu_kernel(dtype: torch.dtype, device: torch.device) -> CpuKernel | None:
     """Gives the kernel, compiled, where it computes this dtype on this device.
 
     The first time on a machine takes some seconds.
     """
     if device.type != "cpu" or dtype != torch.float32:
         return None
-    return DecodeKernel(load_kernels("engine.attention.cpu_kernel"))
+    return CpuKernel(load_kernels("engine.attention.cpu_kernel"))
 
 
 def load_kernels(name: str) -> Any:

@@ -1,82 +1,99 @@
-"""The decode attention of the CPU backend, compiled by numba at its first call: it reads the cache where it lies.
+"""The attention of the CPU backend, compiled by numba at its first call: it reads the cache where it lies.
 
 A gather copies every key and value of a step before they are read; here they are read once, and a chunk is still in the
-processor's cache when the last of the query heads that share it needs it. Weights are summed chunk by chunk, rescaled
+processor's cache when the last of the queries that share it needs it. Weights are summed chunk by chunk, rescaled
 whenever a higher score turns up (online softmax, Milakov and Gimelshein 2018).
 
-All arrays are float32 and contiguous. Shapes: R rows of one token each, H kv heads, G query heads that share one, N
-chunks of the cache, S chunks that a row sees at most, C tokens a chunk, D width of a key or value, T tokens of a step.
+All arrays are float32 and contiguous. Shapes: T tokens of a step, A query heads, H kv heads, N chunks of the cache, C
+tokens a chunk, D width of a key, V of a value; J spans, M rows of a span: its tokens times the heads that share a key.
+Flat arrays have no suffix; what begins in them at `at` is named so.
 """
 
 import numpy as np
 from numba import prange
 
+from engine.attention.lane_weights import HIDDEN, weigh_row
 from engine.jit import compiled, exponential, use_threads
+from engine.lane_sums import dot_rows, fetch, turn_rows
+from engine.matrix_tiles import HEIGHT, LANES, PANEL, add_tile
 
-__all__ = ["decode_rows", "prepare", "store_rows", "use_threads"]
+__all__ = ["MAX_SPAN", "attend_spans", "prepare", "store_rows", "use_threads"]
 
-HIDDEN = np.float32(-1e30)
-MAX_PARTS = 64
-"""Into so many parts the work is cut; rows differ in length, so there are more parts than threads."""
+NOTHING = np.float32(HIDDEN)
+MAX_SPAN = 16
+"""Tokens of a span at most: they compute with the last chunks whole, and 3 heads each are 4 tiles of 12 rows."""
+MIN_TURNED_ROWS = 8
+"""For fewer rows turning the keys costs more than it saves."""
 
 
 def prepare() -> None:
     """Compiles the kernel, or loads what was compiled before."""
-    row_RHGD, cache_HNCD = (np.zeros((1, 1, 1, 1), np.float32) for _ in range(2))
-    one_R = np.ones(1, np.int64)
+    row_TAD, cache_HNCD = np.zeros((1, 1, 1), np.float32), np.zeros((1, 1, 1, 1), np.float32)
+    zero_J, one_J = np.zeros(1, np.int64), np.ones(1, np.int64)
     rules = (np.float32(1), np.float32(0), 1)
-    decode_rows(row_RHGD, (cache_HNCD,) * 2, one_R[None] - 1, (one_R - 1, one_R), row_RHGD[0, 0], rules, row_RHGD)
-    store_rows(row_RHGD[0], one_R - 1, cache_HNCD)
+    spans = (zero_J, one_J, zero_J, zero_J, zero_J)
+    attend_spans(row_TAD, (cache_HNCD,) * 2, spans, zero_J, row_TAD[0, 0], rules, row_TAD, 1)
+    store_rows(row_TAD, zero_J, cache_HNCD)
 
 
 @compiled(nogil=True, parallel=True)
-def decode_rows(
-    query_RHGD: np.ndarray,
+def attend_spans(
+    query_TAD: np.ndarray,
     cache_HNCD: tuple[np.ndarray, np.ndarray],
-    chunk_ids_RS: np.ndarray,
-    span_R: tuple[np.ndarray, np.ndarray],
-    sinks_HG: np.ndarray,
+    spans: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    chunk_ids: np.ndarray,
+    sinks_A: np.ndarray,
     rules: tuple[np.float32, np.float32, int],
-    out_RHGD: np.ndarray,
+    out_TAV: np.ndarray,
+    num_threads: int,
 ) -> None:
-    """Writes the attention of each row over its keys.
+    """Writes the attention of consecutive tokens of a request over its keys, those of the tokens included.
 
-    cache_HNCD: keys and values. span_R: the position of the first key of a row's chunks, and its number of keys, those
-    before that position included. sinks_HG: a logit that takes weight and gives no value; HIDDEN or less is none.
-    rules: scale, soft cap of the scores (0 is none), and how many keys a row sees.
+    cache_HNCD: keys and values. spans: the first token of each in T, their number, the position of the first, that of
+    the first key of its chunks, and where in `chunk_ids` those begin. sinks_A: a logit that takes weight and gives no
+    value; HIDDEN or less is none. rules: scale, soft cap of the scores (0 is none), and how many keys a token sees.
     """
     keys_HNCD, values_HNCD = cache_HNCD
-    first_R, length_R = span_R
+    start_J, count_J, position_J, first_J, ids_J = spans
     scale, softcap, window = rules
-    num_heads, num_groups, width = query_RHGD.shape[1:]
-    chunk, value_width = values_HNCD.shape[2:]
-    num_items = len(query_RHGD) * num_heads
-    num_parts = min(num_items, MAX_PARTS)
+    num_heads, num_chunks, chunk, width = keys_HNCD.shape
+    value_width, num_groups = values_HNCD.shape[3], query_TAD.shape[1] // num_heads
+    keys, values = keys_HNCD.reshape(-1), values_HNCD.reshape(-1)
+    num_items = len(start_J) * num_heads
+    num_parts = min(num_items, num_threads)
     for part in prange(num_parts):
-        query_GD = np.empty((num_groups, width), np.float32)
-        weight_GC = np.empty((num_groups, chunk), np.float32)
-        sum_GD = np.empty((num_groups, value_width), np.float32)
-        most_G = np.empty(num_groups, np.float32)
-        total_G = np.empty(num_groups, np.float32)
+        num_rows = MAX_SPAN * num_groups
+        query, sums = np.empty(num_rows * width, np.float32), np.empty(num_rows * value_width, np.float32)
+        weights = np.empty(num_rows * chunk, np.float32)
+        turned = np.empty(width * PANEL, np.float32)
+        most_M, total_M = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+        # In turn: spans that stand together are of about the same length.
         for item in range(part, num_items, num_parts):
-            row, head = item // num_heads, item % num_heads
-            query_GD[:] = query_RHGD[row, head] * scale
-            sum_GD[:] = np.float32(0)
-            for g in range(num_groups):
-                # A sink is a key seen before all others.
-                most_G[g] = max(sinks_HG[head, g], HIDDEN)
-                total_G[g] = np.float32(sinks_HG[head, g] > HIDDEN)
-            length, base = length_R[row], first_R[row]
-            for s in range((length - base + chunk - 1) // chunk):
-                low, high = max(0, length - window - base), min(chunk, length - base)
-                base += chunk
-                _score(query_GD, keys_HNCD[head, chunk_ids_RS[row, s]], low, high, weight_GC)
+            j, head = item // num_heads, item % num_heads
+            position, first, num_rows = position_J[j], first_J[j], count_J[j] * num_groups
+            _take(query_TAD, (start_J[j], head, num_groups, num_rows), scale, query)
+            _begin(sinks_A[head * num_groups : (head + 1) * num_groups], num_rows, most_M, total_M)
+            sums[: num_rows * value_width] = np.float32(0)
+            end = position + count_J[j]
+            num_seen = (end - first + chunk - 1) // chunk
+            for s in range(max(0, position + 1 - window - first) // chunk, num_seen):
+                corner = (head * num_chunks + chunk_ids[ids_J[j] + s]) * chunk
+                if s + 1 < num_seen:
+                    further = (head * num_chunks + chunk_ids[ids_J[j] + s + 1]) * chunk
+                    fetch(keys, further * width, chunk * width)  # type: ignore[call-arg]
+                    fetch(values, further * value_width, chunk * value_width)
+                # Keys are counted within the chunk: the first token sees those before `seen`.
+                seen = position + 1 - first - s * chunk
+                low, high = max(0, seen - window), min(chunk, end - first - s * chunk)
+                part_of_keys = (corner * width, width, low, high, chunk)
+                _score(query, num_rows, keys, part_of_keys, turned, weights)
                 if softcap > 0:
-                    _soften(weight_GC, low, high, softcap)
-                _rescale(weight_GC, low, high, most_G, total_G, sum_GD)
-                _add(weight_GC, values_HNCD[head, chunk_ids_RS[row, s]], low, high, sum_GD)
-            for g in range(num_groups):
-                out_RHGD[row, head, g] = sum_GD[g] * (np.float32(1) / total_G[g])
+                    _soften(weights, num_rows, (low, high, chunk), softcap)
+                span = (seen, window, num_groups, num_rows, chunk)
+                _weigh(weights, span, (most_M, total_M), sums, value_width)
+                part_of_values = (corner * value_width, value_width, low, high, chunk)
+                _add(weights, num_rows, values, part_of_values, sums)
+            _give(sums, total_M, (start_J[j], head, num_groups, num_rows), out_TAV)
 
 
 @compiled(nogil=True, parallel=True)
@@ -91,54 +108,155 @@ def store_rows(rows_THD: np.ndarray, slots_T: np.ndarray, cache_HNCD: np.ndarray
 
 
 @compiled()
-def _score(query_GD: np.ndarray, key_CD: np.ndarray, low: int, high: int, weight_GC: np.ndarray) -> None:
-    for c in range(low, high):
-        for g in range(query_GD.shape[0]):
-            dot = np.float32(0)
-            for d in range(query_GD.shape[1]):
-                dot += query_GD[g, d] * key_CD[c, d]
-            weight_GC[g, c] = dot
+def _take(query_TAD: np.ndarray, rows: tuple[int, int, int, int], scale: np.float32, query: np.ndarray) -> None:
+    """Copies the queries of a span, scaled; rows: first token, kv head, heads that share it, number of rows."""
+    start, head, num_groups, num_rows = rows
+    width = query_TAD.shape[2]
+    for m in range(num_rows):
+        t, a = start + m // num_groups, head * num_groups + m % num_groups
+        for d in range(width):
+            query[m * width + d] = query_TAD[t, a, d] * scale
 
 
 @compiled()
-def _soften(weight_GC: np.ndarray, low: int, high: int, softcap: np.float32) -> None:
-    for g in range(weight_GC.shape[0]):
-        for c in range(low, high):
-            weight_GC[g, c] = softcap * np.tanh(weight_GC[g, c] / softcap)
+def _begin(sinks: np.ndarray, num_rows: int, most_M: np.ndarray, total_M: np.ndarray) -> None:
+    for m in range(num_rows):
+        # A sink is a key seen before all others.
+        sink = sinks[m % len(sinks)]
+        most_M[m] = max(sink, NOTHING)
+        total_M[m] = np.float32(sink > NOTHING)
 
 
 @compiled()
-def _rescale(
-    weight_GC: np.ndarray, low: int, high: int, most_G: np.ndarray, total_G: np.ndarray, sum_GD: np.ndarray
+def _give(sums: np.ndarray, total_M: np.ndarray, rows: tuple[int, int, int, int], out_TAV: np.ndarray) -> None:
+    start, head, num_groups, num_rows = rows
+    width = out_TAV.shape[2]
+    for m in range(num_rows):
+        t, a = start + m // num_groups, head * num_groups + m % num_groups
+        share = np.float32(1) / total_M[m]
+        for v in range(width):
+            out_TAV[t, a, v] = sums[m * width + v] * share
+
+
+@compiled()
+def _score(
+    query: np.ndarray,
+    num_rows: int,
+    keys: np.ndarray,
+    part: tuple[int, int, int, int, int],
+    turned: np.ndarray,
+    scores: np.ndarray,
 ) -> None:
-    """From scores to weights, relative to the highest score so far."""
-    for g in range(weight_GC.shape[0]):
-        most = most_G[g]
-        for c in range(low, high):
-            most = max(most, weight_GC[g, c])
-        total = np.float32(0)
-        for c in range(low, high):
-            weight = exponential(weight_GC[g, c] - most)
-            weight_GC[g, c] = weight
-            total += weight
-        shrink = exponential(most_G[g] - most)
-        most_G[g] = most
-        total_G[g] = total_G[g] * shrink + total
-        for d in range(sum_GD.shape[1]):
-            sum_GD[g, d] *= shrink
+    """Writes the scores of all rows for the keys from `low` to `high` of a chunk; others of it get any value."""
+    at, width, low, high, chunk = part
+    done = width // LANES * LANES if chunk % LANES == 0 else 0
+    if done == width and chunk % PANEL == 0 and num_rows >= MIN_TURNED_ROWS:
+        _score_turned(query, num_rows, keys, part, turned, scores)
+        return
+    for m in range(num_rows):
+        if done > 0:
+            for c in range(low // LANES * LANES, high, LANES):
+                dot_rows(query, m * width, keys, at + c * width, width, done, scores, m * chunk + c)  # type: ignore[call-arg]
+        if done < width:
+            for c in range(low, high):
+                dot = scores[m * chunk + c] if done > 0 else np.float32(0)
+                for d in range(done, width):
+                    dot += query[m * width + d] * keys[at + c * width + d]
+                scores[m * chunk + c] = dot
 
 
 @compiled()
-def _add(weight_GC: np.ndarray, value_CD: np.ndarray, low: int, high: int, sum_GD: np.ndarray) -> None:
-    # Four keys at a time, or most of the work would be loading and storing the sums.
-    single = low + (high - low) // 4 * 4
-    for c in range(low, single, 4):
-        for g in range(sum_GD.shape[0]):
-            w0, w1, w2, w3 = weight_GC[g, c], weight_GC[g, c + 1], weight_GC[g, c + 2], weight_GC[g, c + 3]
-            for d in range(sum_GD.shape[1]):
-                pair = w0 * value_CD[c, d] + w1 * value_CD[c + 1, d]
-                sum_GD[g, d] += pair + w2 * value_CD[c + 2, d] + w3 * value_CD[c + 3, d]
-    for c in range(single, high):
-        for g in range(sum_GD.shape[0]):
-            for d in range(sum_GD.shape[1]):
-                sum_GD[g, d] += weight_GC[g, c] * value_CD[c, d]
+def _score_turned(
+    query: np.ndarray,
+    num_rows: int,
+    keys: np.ndarray,
+    part: tuple[int, int, int, int, int],
+    turned: np.ndarray,
+    scores: np.ndarray,
+) -> None:
+    at, width, low, high, chunk = part
+    num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
+    scores[: num_rows * chunk] = np.float32(0)
+    for c in range(low // PANEL * PANEL, high, PANEL):
+        for lanes in range(0, PANEL, LANES):
+            turn_rows(keys, at + (c + lanes) * width, width, width, turned, lanes)  # type: ignore[call-arg]
+        for tile in range(num_tiles):
+            row, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
+            add_tile(  # type: ignore[call-arg]
+                query, row * width, width, turned, 0, PANEL, width, scores, row * chunk + c, chunk, end - row
+            )
+
+
+@compiled()
+def _soften(scores: np.ndarray, num_rows: int, seen: tuple[int, int, int], softcap: np.float32) -> None:
+    low, high, chunk = seen
+    for m in range(num_rows):
+        for c in range(low, high):
+            scores[m * chunk + c] = softcap * np.tanh(scores[m * chunk + c] / softcap)
+
+
+@compiled()
+def _weigh(
+    weights: np.ndarray,
+    span: tuple[int, int, int, int, int],
+    state_M: tuple[np.ndarray, np.ndarray],
+    sums: np.ndarray,
+    width: int,
+) -> None:
+    """From scores to weights, relative to the highest score so far, and the sums so far to the same."""
+    seen, window, num_groups, num_rows, chunk = span
+    most_M, total_M = state_M
+    for m in range(num_rows):
+        own = seen + m // num_groups
+        low, high = max(0, own - window), min(chunk, own)
+        if chunk % LANES == 0:
+            most, total = weigh_row(weights, m * chunk, low, high, chunk, most_M[m])  # type: ignore[call-arg, var-annotated]
+        else:
+            most, total = _weigh_plainly(weights, m * chunk, (low, high, chunk), most_M[m])
+        shrink = exponential(most_M[m] - most)
+        most_M[m] = most
+        total_M[m] = total_M[m] * shrink + total
+        for v in range(width):
+            sums[m * width + v] *= shrink
+
+
+@compiled()
+def _weigh_plainly(
+    weights: np.ndarray, at: int, seen: tuple[int, int, int], most: np.float32
+) -> tuple[np.float32, np.float32]:
+    low, high, chunk = seen
+    total = np.float32(0)
+    for c in range(low, high):
+        most = max(most, weights[at + c])
+    for c in range(chunk):
+        weight = np.float32(0)
+        if low <= c < high:
+            weight = exponential(weights[at + c] - most)
+        weights[at + c] = weight
+        total += weight
+    return most, total
+
+
+@compiled()
+def _add(
+    weights: np.ndarray, num_rows: int, values: np.ndarray, part: tuple[int, int, int, int, int], sums: np.ndarray
+) -> None:
+    """Adds the values of the keys from `low` to `high` of a chunk, by weight, to the sums of all rows."""
+    at, width, low, high, chunk = part
+    tiled = width // PANEL * PANEL
+    num_tiles = (num_rows + HEIGHT - 1) // HEIGHT
+    for tile in range(num_tiles):
+        row, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
+        for v in range(0, tiled, PANEL):
+            add_tile(  # type: ignore[call-arg]
+                weights, row * chunk + low, chunk,
+                values, at + low * width + v, width,
+                high - low,
+                sums, row * width + v, width,
+                end - row,
+            )  # fmt: skip
+    if tiled < width:
+        for m in range(num_rows):
+            for c in range(low, high):
+                for v in range(tiled, width):
+                    sums[m * width + v] += weights[m * chunk + c] * values[at + c * width + v]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from engine.attention import flash, sdpa
-from engine.attention.cpu import DecodeKernel
+from engine.attention.cpu import CpuKernel
 from engine.attention.flash import FlashView
 from engine.attention.sdpa import LayerRules
 from engine.attention.step import AttentionStep, LayerView
@@ -62,7 +62,7 @@ def use_step(configs: list[Any]) -> Iterator[None]:
 
 
 def run_attention(
-    step: AttentionStep[LayerView] | AttentionStep[FlashView], kernel: DecodeKernel | None = None
+    step: AttentionStep[LayerView] | AttentionStep[FlashView], kernel: CpuKernel | None = None
 ) -> StepFunction:
     """Gives the step function that reads and writes the paged cache; kernel: the CPU's, None takes torch's."""
 

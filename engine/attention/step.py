@@ -8,6 +8,7 @@ far back share a `LayerView`.
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,9 +51,21 @@ class PromptChunk:
         return self.context + self.end - self.start - self.first
 
 
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A step as a kernel takes it that reads in place: runs of consecutive tokens of a request, of few tokens each.
+
+    places_J: of each the first token in the batch, their number, the position of the first, the position of the first
+    key of its chunks, and where in chunk_ids those begin.
+    """
+
+    places_J: tuple[np.ndarray, ...]
+    chunk_ids: np.ndarray
+
+
 @dataclass(slots=True)
 class LayerView:
-    """One step as the layers of one block group see it. Masks are made once and shared by the layers.
+    """One step as the layers of one block group see it. Masks and spans are made once and shared by the layers.
 
     window: how many tokens a token sees, itself included; None is all of them.
     """
@@ -62,6 +75,7 @@ class LayerView:
     slots_T: Tensor
     groups: list[DecodeGroup]
     chunks: list[PromptChunk]
+    spans: Spans | None = None
     _masks: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
 
     def group_mask(self, index: int, *, num_groups: int, num_keys: int, dtype: torch.dtype) -> Tensor:

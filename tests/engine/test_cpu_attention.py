@@ -1,4 +1,4 @@
-"""The CPU's decode kernel computes what the reference backend does, whatever the shape of the model and the rows."""
+"""The CPU's kernel computes what the reference backend does, whatever the shape of the model and the rows."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.active_request import ActiveRequest
 from engine.attention import sdpa
-from engine.attention.cpu import DecodeKernel, find_decode_kernel
+from engine.attention.cpu import CpuKernel, find_cpu_kernel
 from engine.attention.sdpa import LayerRules
 from engine.attention.step import LayerView
 from engine.batch import build_batch
@@ -26,8 +26,8 @@ ROWS = [1, 2, 31, 32, 33, 64, 65, 200, 301]
 PROMPTS = [(0, 40), (50, 90), (300, 303)]
 
 
-def kernel() -> DecodeKernel:
-    found = find_decode_kernel(torch.float32, CPU)
+def kernel() -> CpuKernel:
+    found = find_cpu_kernel(torch.float32, CPU)
     assert found is not None
     return found
 
@@ -69,6 +69,7 @@ def new_tokens(shape: LayerShape, number: int) -> tuple[Tensor, Tensor]:
 SHAPES: list[tuple[LayerShape, dict[str, Any]]] = [
     (LayerShape(2, 16, 16, 1), {}),
     (LayerShape(3, 64, 64, 3), {}),
+    (LayerShape(1, 80, 72, 2, window=70), {}),
     (LayerShape(1, 40, 24, 8), {}),
     (LayerShape(2, 16, 16, 2, window=1), {}),
     (LayerShape(2, 16, 16, 2, window=50), {}),
@@ -121,4 +122,4 @@ def test_the_exponential_is_that_of_the_library() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_take_the_reference(dtype: torch.dtype) -> None:
-    assert find_decode_kernel(dtype, CPU) is None
+    assert find_cpu_kernel(dtype, CPU) is None
