@@ -14,6 +14,7 @@ from engine.errors import (
     UnsupportedModel,
     WeightsError,
     WeightsInvalid,
+    WeightsLost,
     WeightsSourceError,
     WeightVersionGone,
 )
@@ -39,9 +40,11 @@ from engine.request import (
     WorkloadHints,
 )
 from engine.submission import sequence_ids
+from engine.weight_check import CheckedWeights, check_weights
 from engine.weights import StagedWeights, stage_weights
 
 __all__ = [
+    "CheckedWeights",
     "ContextLengthExceeded",
     "ContinuousBatchingConfig",
     "ContinuousBatchingManager",
@@ -67,9 +70,11 @@ __all__ = [
     "WeightVersionGone",
     "WeightsError",
     "WeightsInvalid",
+    "WeightsLost",
     "WeightsSourceError",
     "WorkloadHints",
     "check_supported",
+    "check_weights",
     "continuous_batching_context_manager",
     "destroy_cached_continuous_batching_manager",
     "enable",

@@ -12,7 +12,8 @@ PitstopError
 └── WeightsError (RuntimeError)
     ├── WeightsSourceError              the source is missing or cannot be read
     ├── WeightsInvalid                  a tensor is missing, extra, misshapen, of another dtype or not finite
-    └── SwapConflict                    another swap is under way
+    ├── SwapConflict                    another swap is under way
+    └── WeightsLost                     neither the old nor the new weights are whole; the loop has ended
 """
 
 
@@ -78,3 +79,7 @@ class WeightsInvalid(WeightsError):
 
 class SwapConflict(WeightsError):
     """Another swap is under way."""
+
+
+class WeightsLost(WeightsError):
+    """Weights were being replaced and the old ones cannot be brought back; nothing is generated any more."""

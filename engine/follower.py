@@ -73,6 +73,9 @@ class FollowerLoop:
     def change_version(self, version: int, *, in_flight: str) -> None:
         """What was computed before is the driver's to forget."""
 
+    def fail(self, error: BaseException) -> None:
+        """A rank ends when the driver does."""
+
     def acquire_pause(self, timeout_s: float | None = None, *, hold: Hold | None = None) -> None:  # noqa: ARG002
         """Returns once the driver has parked all ranks; raises EngineStopped when it does not in time."""
         deadline = monotonic() + self._ranks.timeout_s

@@ -2,26 +2,40 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from os import PathLike, fspath
 from time import perf_counter
 from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from transformers import PreTrainedModel
 
-from engine.errors import EngineStopped, InvalidRequest, SwapConflict, WeightsError
+from engine.errors import EngineDead, EngineStopped, InvalidRequest, SwapConflict, WeightsError, WeightsLost
 from engine.loop import Hold
 from engine.openmp import release_helpers
 from engine.packed_weights import PackedWeights
 from engine.parallel import RankGroup
+from engine.probing import probe
 from engine.rank_weights import digests_on_ranks, stage_on_ranks
-from engine.weights import Paths, StagedWeights, path_list, served_digests, stage_weights
+from engine.weights import (
+    Paths,
+    StagedWeights,
+    bytes_beside,
+    path_list,
+    served_digests,
+    stage_streamed,
+    stage_weights,
+)
 
 T = TypeVar("T")
 
 IN_FLIGHT_CHOICES = ("keep", "recompute", "abort", "finish")
 PINNED_CHOICES = ("finish", "end")
+MEMORY_CHOICES = ("auto", "beside", "inside")
+MEMORY_MARGIN_BYTES = 512 * 2**20
+"""What staging leaves free: steps, requests and the page cache that it reads through need some."""
 CHANGE_TIMEOUT_S = 60.0
 """How long who reads the weights waits for who changes them: longer than any commit."""
 MAX_READS = 5
@@ -42,6 +56,19 @@ class ParkableLoop(Protocol):
 
     def change_version(self, version: int, *, in_flight: str) -> None: ...
 
+    def fail(self, error: BaseException) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StagingRequest:
+    """The arguments of `stage_weights`."""
+
+    paths: Paths
+    cast: bool = False
+    partial: bool = False
+    memory: str = "auto"
+    undo_folder: str | PathLike[str] | None = None
+
 
 class LiveWeights:
     """Owns the version of a model's weights. Thread-safe.
@@ -59,20 +86,27 @@ class LiveWeights:
         ranks: RankGroup | None,
         packed: PackedWeights | None,
         in_place: bool,
+        free_bytes: Callable[[], int],
     ) -> None:
+        """free_bytes: gives how much memory the weights' device has to spare."""
         self._model = model
         self._ranks = ranks
         self._packed = packed
         self._in_place = in_place
+        self._free_bytes = free_bytes
+        self._loss: WeightsLost | None = None
+        # Of this moment, when no step runs: each takes it over for its length.
+        self._attention: str = model.config._attn_implementation
         self._parks: list[ParkedLoop] = []
         self._lock = threading.RLock()
         """Held by whoever exchanges weights, and while the list of parks changes."""
         self._changes = _Changes()
         self.version = 1
 
-    def stage(self, path: Paths, *, cast: bool = False, partial: bool = False) -> StagedWeights:
+    def stage(self, request: StagingRequest) -> StagedWeights:
         """As the manager's `stage_weights`."""
-        staged = self._stage_part(path, cast=cast) if partial else self._read(path, cast=cast, partial=False)
+        self._check(request)
+        staged = self._stage_part(request) if request.partial else self._read(request)
         self.prepare(staged)
         release_helpers()
         return staged
@@ -88,6 +122,22 @@ class LiveWeights:
         found = self._changes.read(
             lambda: served_digests(self._model) if self._ranks is None else digests_on_ranks(self._model, self._ranks)
         )
+        release_helpers()
+        return found
+
+    def probe(self, staged: StagedWeights, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """As the manager's `probe_weights`."""
+        if self._ranks is not None:
+            raise WeightsError("the model is cut over tensor parallel ranks, and a probe runs a whole one")
+        if staged.is_streamed:
+            raise WeightsError("these weights are not in memory, so nothing can be probed before they are committed")
+        if not staged.is_ready:
+            raise WeightsError("these weights are committed or discarded; a probe is of staged ones")
+
+        def run() -> list[list[float]]:
+            return probe(self._model, staged.pairs, prompts, attention=self._attention)
+
+        found = self._changes.read(run) if staged.unchanged else run()
         release_helpers()
         return found
 
@@ -125,7 +175,8 @@ class LiveWeights:
     def exchange(self, staged: StagedWeights, version: int | None, in_flight: str) -> object:
         """Commits staged weights under a version, or changes nothing; the caller holds a pause.
 
-        Gives what is to be dropped when nobody waits.
+        Gives what is to be dropped when nobody waits. Where streamed weights fail and the old ones are lost, the loop
+        ends instead of generating with a mix.
         """
         with self._lock, self._changes.mark():
             self._check_version(version)
@@ -134,35 +185,94 @@ class LiveWeights:
                     f"these weights change a part of version {staged.based_on}, and version {self.version} is served"
                     " now; stage them again"
                 )
-            # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
-            staged.commit(in_place=self._in_place)
             try:
-                self.change_version(version, in_flight=in_flight)
-            except BaseException:
-                staged.rollback()
+                self._commit(staged, version, in_flight)
+            except WeightsLost as error:
+                self._loss = error
+                self.loop.fail(error)
                 raise
-            return self._packed.refresh(all_of_them=self._in_place) if self._packed is not None else None
+            return self._refresh_packed(in_place=self._in_place, is_short=staged.is_streamed)
+
+    def raise_if_lost(self) -> None:
+        """Raises EngineDead when a failed exchange has left weights that nothing may be generated with."""
+        if self._loss is not None:
+            raise EngineDead(str(self._loss)) from self._loss
 
     def forget(self, parked: "ParkedLoop") -> None:
         """Called by a park that is over."""
         with self._lock:
             self._parks.remove(parked)
 
-    def _stage_part(self, path: Paths, *, cast: bool) -> StagedWeights:
+    def _stage_part(self, request: StagingRequest) -> StagedWeights:
         def read() -> StagedWeights:
             version = self.version
-            staged = self._read(path, cast=cast, partial=True)
+            staged = self._read(request)
             staged.based_on = version
             return staged
 
         # What the source leaves out is read in the model.
         return self._changes.read(read)
 
-    def _read(self, path: Paths, *, cast: bool, partial: bool) -> StagedWeights:
-        if self._ranks is None:
-            return stage_weights(self._model, path, cast=cast, partial=partial)
-        self._raise_if_no_driver()
-        return stage_on_ranks(self._model, path_list(path), self._ranks, cast=cast, partial=partial)
+    def _commit(self, staged: StagedWeights, version: int | None, in_flight: str) -> None:
+        # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
+        staged.commit(in_place=self._in_place)
+        try:
+            self.change_version(version, in_flight=in_flight)
+        except BaseException:
+            staged.rollback()
+            raise
+
+    def _refresh_packed(self, *, in_place: bool, is_short: bool) -> object:
+        """is_short: memory is, so that the old copies go before the new ones are made."""
+        if self._packed is None:
+            return None
+        if is_short:
+            self._packed.forget()
+        return self._packed.refresh(all_of_them=in_place or is_short)
+
+    def _read(self, request: StagingRequest) -> StagedWeights:
+        paths, cast, partial = request.paths, request.cast, request.partial
+        if self._ranks is not None:
+            self._raise_if_no_driver()
+            return stage_on_ranks(self._model, path_list(paths), self._ranks, cast=cast, partial=partial)
+        if not self._has_room_beside(request):
+            assert request.undo_folder is not None
+            return stage_streamed(
+                self._model, paths, cast=cast, partial=partial, undo_folder=fspath(request.undo_folder)
+            )
+        return stage_weights(self._model, paths, cast=cast, partial=partial)
+
+    def _has_room_beside(self, request: StagingRequest) -> bool:
+        if request.memory != "auto":
+            return request.memory == "beside"
+        needed = bytes_beside(self._model, request.paths, cast=request.cast, partial=request.partial)
+        needed += self._packed.size_bytes if self._packed is not None else 0
+        free = self._free_bytes()
+        if needed + MEMORY_MARGIN_BYTES <= free:
+            return True
+        if request.undo_folder is None:
+            raise WeightsError(
+                f"{needed / 2**20:.0f} MiB for the new weights do not fit the {free / 2**20:.0f} MiB that are free with"
+                f" {MEMORY_MARGIN_BYTES / 2**20:.0f} MiB to spare; free memory, or give an undo_folder, and the commit"
+                " reads them inside the pause"
+            )
+        return False
+
+    def _check(self, request: StagingRequest) -> None:
+        _check_choice("memory", request.memory, MEMORY_CHOICES)
+        if request.memory == "inside" and self._ranks is not None:
+            raise WeightsError(
+                "the model is cut over tensor parallel ranks, which stage new weights beside the old ones; memory must"
+                " be 'auto' or 'beside'"
+            )
+        if request.memory == "inside" and request.undo_folder is None:
+            raise InvalidRequest("memory is 'inside', which needs an undo_folder for the old weights", "undo_folder")
+        if request.undo_folder is not None and (request.memory == "beside" or self._ranks is not None):
+            raise InvalidRequest(
+                "undo_folder is for weights that are exchanged inside the pause, and these are staged beside the old"
+                " ones; leave it out",
+                "undo_folder",
+            )
 
     def _raise_if_no_driver(self) -> None:
         if self._ranks is None:
@@ -195,6 +305,7 @@ class ParkedLoop:
         self._parked_at = perf_counter()
         self._paused_s: float | None = None
         self._forgotten: list[object] = []
+        self._committed: list[StagedWeights] = []
 
     @property
     def is_parked(self) -> bool:
@@ -219,6 +330,7 @@ class ParkedLoop:
             if self._paused_s is not None:
                 raise EngineStopped("this park is over, and generation goes on; park again")
             self._forgotten.append(self._weights.exchange(staged, version, chosen))
+            self._committed.append(staged)
 
     def resume(self) -> float:
         """Lets generation go on and gives the seconds that it stood still; again is the same as once."""
@@ -227,8 +339,11 @@ class ParkedLoop:
                 self._loop.release_pause(hold=self._hold)
                 self._paused_s = perf_counter() - self._parked_at
                 self._weights.forget(self)
-            forgotten, self._forgotten = self._forgotten, []
-        del forgotten  # frees the old copies while generation goes on
+            # Frees what is old while generation goes on.
+            self._forgotten.clear()
+            for staged in self._committed:
+                staged.release_old()
+            self._committed.clear()
         return self._paused_s
 
     def __enter__(self) -> Self:

@@ -114,6 +114,7 @@ class GenerationLoop:
         self._paused_seconds = 0.0
         self._num_swaps = 0
         self.fatal_error: BaseException | None = None
+        self._failure: BaseException | None = None
         self._stats = scheduler.stats()
 
     # Called from any thread.
@@ -237,6 +238,11 @@ class GenerationLoop:
             self._num_swaps += 1
             self._refresh_stats()
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the loop on an error instead of its next step; the caller holds a pause."""
+        with self._wake:
+            self._failure = error
+
     # The loop's own thread.
 
     def mark_started(self) -> None:
@@ -268,6 +274,8 @@ class GenerationLoop:
                 if self._num_pauses > 0 and not self._in_flight:
                     self._park()
                     self._apply_holds()
+                    if self._failure is not None:
+                        raise self._failure
                 posted, self._inbox = self._inbox, []
                 num_posted = self._num_in_inbox
                 stop = self._stop

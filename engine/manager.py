@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from os import PathLike
 from time import perf_counter
 from typing import Any
 
@@ -21,7 +22,7 @@ from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.graphs import CudaGraphs, GraphMaker
 from engine.host_memory import free_host_bytes
-from engine.live_weights import LiveWeights, ParkedLoop
+from engine.live_weights import LiveWeights, ParkedLoop, StagingRequest
 from engine.loop import GenerationLoop, Runner, StopMode
 from engine.metrics import EngineStats
 from engine.model import check_supported
@@ -35,7 +36,7 @@ from engine.rank_weights import RankWeights
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
 from engine.sampling import RowSampler, StopStrings
 from engine.scheduler import Scheduler
-from engine.sizing import resolve_config
+from engine.sizing import free_bytes_on, resolve_config
 from engine.step_budget import StepBudget
 from engine.step_thread import StepThread
 from engine.submission import RequestFactory
@@ -133,6 +134,7 @@ class ContinuousBatchingManager:
             packed=self._packed,
             # Captured graphs hold the addresses of the weights.
             in_place=any(self.config.use_cuda_graph),
+            free_bytes=lambda: free_bytes_on(model.device),
         )
         self._was_training = model.training
         self._is_destroyed = False
@@ -148,6 +150,7 @@ class ContinuousBatchingManager:
         with self._lock:
             if self._is_destroyed:
                 raise EngineStopped("the manager was destroyed; make a new one")
+            self._weights.raise_if_lost()
             if self.is_running():
                 logger.warning("manager is already running")
                 return
@@ -395,13 +398,26 @@ class ContinuousBatchingManager:
 
     paused = pause
 
-    def stage_weights(self, path: Paths, *, cast: bool = False, partial: bool = False) -> StagedWeights:
+    def stage_weights(
+        self,
+        path: Paths,
+        *,
+        cast: bool = False,
+        partial: bool = False,
+        memory: str = "auto",
+        undo_folder: str | PathLike[str] | None = None,
+    ) -> StagedWeights:
         """Gives the weights in a folder of safetensors, checked and ready for `commit_weights`.
 
         As the function `stage_weights`; on tensor parallel ranks the driver calls it, and every rank stages its part.
         Where one cannot, none keeps any and its error is raised. Blocks while the folder is read; generation goes on.
+
+        memory: "beside" holds the new weights in memory beside the old ones. "inside" checks all of them and holds
+        none: the commit reads them again, inside the pause, and keeps what it overwrites in a file in `undo_folder`
+        until it is done. "auto" does that where memory is short, and raises WeightsError where there is then no
+        `undo_folder`.
         """
-        return self._weights.stage(path, cast=cast, partial=partial)
+        return self._weights.stage(StagingRequest(path, cast, partial, memory, undo_folder))
 
     def prepare_weights(self, staged: StagedWeights) -> None:
         """Makes what depends on staged weights, beside generation; `commit_weights` does it where nobody has."""
@@ -414,6 +430,15 @@ class ContinuousBatchingManager:
         commits come between again and again.
         """
         return self._weights.digests()
+
+    def probe_weights(self, staged: StagedWeights, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Gives, of each prompt, the log-probability of each token but the first under staged weights.
+
+        Runs beside generation, in the caller's thread, on a second set of modules; the model is not touched. What is
+        not finite, or far from what is expected, is the caller's to judge. Raises InvalidRequest for a prompt that
+        the model cannot read, and WeightsError where the weights are not in memory or cut over ranks.
+        """
+        return self._weights.probe(staged, [self._factory.checked_prompt(prompt) for prompt in prompts])
 
     def park(self, *, timeout_s: float | None = None, in_flight: str = "keep", pinned: str = "finish") -> ParkedLoop:
         """Holds the loop between two steps, across calls and threads, until `resume()` of what it gives.

@@ -53,8 +53,8 @@ def load_model(
     missing or cannot be read, WeightsInvalid when the checkpoint lacks a parameter.
     """
     target = torch.device(_default_device() if device == "auto" else device)
-    loaded_dtype = _parse_dtype(dtype, target)
-    config = _load_config(path, trust_remote_code)
+    loaded_dtype = parse_dtype(dtype, target)
+    config = load_config(path, trust_remote_code)
     _refuse(config.architectures, _objection_to_config(config))
     if tensor_parallel_size > 1:
         _refuse(config.architectures, _objection_to_cutting(config, tensor_parallel_size))
@@ -96,7 +96,8 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _parse_dtype(name: str, device: torch.device) -> torch.dtype | str:
+def parse_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """Gives what transformers takes for a dtype: one of torch, or "auto" for what the checkpoint holds."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     dtype = getattr(torch, name, None)
@@ -105,7 +106,8 @@ def _parse_dtype(name: str, device: torch.device) -> torch.dtype | str:
     return dtype
 
 
-def _load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+def load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
+    """Gives the config in a local folder or behind a hub id. Raises WeightsSourceError."""
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
         raise WeightsSourceError(f"there is no folder {path}; give a folder with config.json or a hub id")

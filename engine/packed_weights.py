@@ -74,6 +74,11 @@ class PackedWeights:
         logger.debug("weights packed layers=%d took_s=%.3f", len(self._layers), perf_counter() - started)
         return before
 
+    def forget(self) -> None:
+        """Drops all copies at once, so that memory holds one set while they are made anew."""
+        with self._lock:
+            self._packed = {}
+
     def prepare(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Packs tensors that are about to stand in for weights; pairs of the weight held and the new one.
 

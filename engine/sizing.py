@@ -64,7 +64,7 @@ def resolve_config(
     steps_in_flight = _steps_in_flight(config, model.device, is_cut=is_cut)
     num_on_device = num_sharers if model.device.type == "cpu" else 1
     room = MemoryRoom(
-        free_bytes=_free_bytes(model.device) // num_on_device if free_bytes is None else free_bytes,
+        free_bytes=free_bytes_on(model.device) // num_on_device if free_bytes is None else free_bytes,
         share=config.max_memory_percent or DEFAULT_MEMORY_SHARES.get(model.device.type, DEFAULT_MEMORY_SHARES["cpu"]),
     )
     shape = describe(model)
@@ -269,5 +269,6 @@ def _host_slots(config: ContinuousBatchingConfig, block_bytes: int, *, taken_byt
     return min(wanted_bytes, allowed_bytes) // block_bytes
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes_on(device: torch.device) -> int:
+    """Gives the memory of a device that nobody has taken; of the CPU that of the host."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()

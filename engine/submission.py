@@ -57,7 +57,7 @@ class RequestFactory:
         has_tokenizer: a tokenizer comes with it, so that the model's own stop strings apply. pinned_version: the one
         weight version that may sample its tokens and its children's.
         """
-        prompt_ids = self._checked_ids(input_ids)
+        prompt_ids = self.checked_ids(input_ids)
         if cache_salt is not None and not isinstance(cache_salt, str):
             raise InvalidRequest(f"cache_salt is {cache_salt!r}; it must be a string", param="cache_salt")
         if constraint is not None and not isinstance(constraint, TokenConstraint):
@@ -102,7 +102,8 @@ class RequestFactory:
                 raise InvalidRequest(f"{name} is given twice, in sampling and beside it; give it once", param=name)
         return replace(sampling, **extra) if extra else sampling
 
-    def _checked_ids(self, input_ids: Sequence[int]) -> list[int]:
+    def checked_ids(self, input_ids: Sequence[int]) -> list[int]:
+        """Gives the ids of a prompt as a list. Raises InvalidRequest when it is empty or the model lacks one."""
         try:
             values = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
         except TypeError:
@@ -120,6 +121,15 @@ class RequestFactory:
                     f"input_ids[{index}] is {value}; ids of this model are 0 to {vocab_size - 1}", param="input_ids"
                 )
         return values
+
+    def checked_prompt(self, input_ids: Sequence[int]) -> list[int]:
+        """Gives the ids of a prompt that is only read; also raises ContextLengthExceeded when it is too long."""
+        ids = self.checked_ids(input_ids)
+        if len(ids) > self._config.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(ids)} tokens, and {self._config.max_model_len} fit; shorten it", "input_ids"
+            )
+        return ids
 
     def new_id(self) -> str:
         """Gives the next id for a request that brings none."""

@@ -3,19 +3,25 @@
 from engine.weights.digests import Contents, digest_of, digest_of_all, digests_of_ranks
 from engine.weights.layers import Paths, path_list
 from engine.weights.slots import served_digests
+from engine.weights.source import open_source
 from engine.weights.stage import Part, read_part, stage_weights
 from engine.weights.staged import StagedWeights
+from engine.weights.streamed import StreamedWeights, bytes_beside, stage_streamed
 
 __all__ = [
     "Contents",
     "Part",
     "Paths",
     "StagedWeights",
+    "StreamedWeights",
+    "bytes_beside",
     "digest_of",
     "digest_of_all",
     "digests_of_ranks",
+    "open_source",
     "path_list",
     "read_part",
     "served_digests",
+    "stage_streamed",
     "stage_weights",
 ]

@@ -66,6 +66,11 @@ class Source:
         return sum(tensor.size_bytes for piece in self.pieces for tensor in piece.stored.values())
 
     @property
+    def num_unchanged(self) -> int:
+        """How many storages keep their values; tied parameters share one."""
+        return len({id(self.slots[name]) for name in self.unchanged})
+
+    @property
     def needed_bytes(self) -> int:
         """What the parts of this rank take in memory."""
         made = {id(self.slots[name]): self.slots[name] for piece in self.pieces for name in piece.targets}
@@ -76,10 +81,9 @@ class Source:
         fit when everything was read.
         """
         self._made.clear()
-        with torch.no_grad():
-            for piece in self.pieces:
-                for name, tensor in piece.make(self.model, self.slots).items():
-                    yield from self._checked(name, tensor)
+        for piece in self.pieces:
+            for name, tensor in piece.make(self.model, self.slots).items():
+                yield from self._checked(name, tensor)
         self.problems.raise_if_any()
 
     def contents(self) -> Contents:

