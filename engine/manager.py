@@ -365,6 +365,11 @@ class ContinuousBatchingManager:
     # Weights
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends a request that names no end tokens itself."""
+        return self._factory.eos_token_ids
+
+    @property
     def weight_version(self) -> int:
         """The version that the next step samples from; starts at 1."""
         return self._weights.version

@@ -80,6 +80,11 @@ class RequestFactory:
         parent.children = [_child(parent, index, name) for index, name in enumerate(names[:-1])]
         return parent
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """What ends a request that names no end tokens itself."""
+        return self._defaults.sampling.eos_token_ids or ()
+
     def merge(
         self,
         sampling: SamplingParams | None,

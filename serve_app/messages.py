@@ -1,8 +1,27 @@
 """What router, replica and controller exchange: frozen dataclasses, pickled by Ray."""
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from engine import SamplingParams, WeightSpan, WorkloadHints
+
+
+class GrammarKind(StrEnum):
+    """How a grammar is written. CHOICE is a JSON list of texts, EBNF is GBNF or Lark."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    EBNF = "ebnf"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer has to follow, as it was asked for; a replica compiles it. param: where it came from."""
+
+    kind: GrammarKind
+    text: str
+    param: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +36,7 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     hints: WorkloadHints = field(default_factory=WorkloadHints)
     cache_salt: str | None = None
+    grammar: Grammar | None = None
     min_weight_version: int | None = None
     weight_version: int | None = None
 

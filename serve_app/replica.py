@@ -11,10 +11,12 @@ import time
 from collections.abc import AsyncGenerator
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from transformers import AutoTokenizer
 
 from engine import (
     ContextLengthExceeded,
@@ -23,7 +25,9 @@ from engine import (
     FinishReason,
     PitstopError,
     SamplingParams,
+    TokenConstraint,
 )
+from serve_app.grammar import GrammarCompiler
 from serve_app.load_meter import LoadMeter
 from serve_app.manifest import FILE_NAME as MANIFEST_NAME
 from serve_app.messages import (
@@ -70,6 +74,11 @@ class EngineReplica:
         self._confirmation: asyncio.Task[None] | None = None
         path = await asyncio.to_thread(resolve_model, settings.model)
         await self._start_engine(path)
+        self._grammars = GrammarCompiler(
+            partial(AutoTokenizer.from_pretrained, path, trust_remote_code=settings.trust_remote_code),
+            vocab_size=self._manager.config.vocab_size,
+            end_ids=self._manager.eos_token_ids,
+        )
         self._meter = LoadMeter(settings.autoscaling)
         self._follower = WeightFollower(self._manager, replica_id=self._replica_id, base_path=path)
         await self._take_committed_weights()
@@ -91,7 +100,7 @@ class EngineReplica:
         stream = TokenStream(request, replica_id=self._replica_id)
         self._streams[request.request_id] = stream
         try:
-            self._submit(request, stream)
+            self._submit(request, stream, await self._constraint(request))
             async for event in self._events(stream):
                 yield event
         finally:
@@ -226,7 +235,15 @@ class EngineReplica:
                 f"min_weight_version is {request.min_weight_version}; this replica serves weight version {version}"
             )
 
-    def _submit(self, request: GenerateRequest, stream: TokenStream) -> None:
+    async def _constraint(self, request: GenerateRequest) -> TokenConstraint | None:
+        if request.grammar is None:
+            return None
+        sampling = request.sampling
+        return await self._grammars.constraint(
+            request.grammar, end_ids=sampling.eos_token_ids, stop_token_ids=sampling.stop_token_ids or ()
+        )
+
+    def _submit(self, request: GenerateRequest, stream: TokenStream, constraint: TokenConstraint | None) -> None:
         sampling = self._limited(request.sampling, len(request.prompt_ids))
         try:
             for sequence_id in stream.sequence_ids:
@@ -239,6 +256,7 @@ class EngineReplica:
                 cache_salt=request.cache_salt,
                 hints=request.hints,
                 weight_version=request.weight_version,
+                constraint=constraint,
             )
         except PitstopError:
             for sequence_id in stream.sequence_ids:

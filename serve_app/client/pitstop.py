@@ -1,7 +1,7 @@
 """The application, from any event loop."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,13 +38,15 @@ class Pitstop:
         *,
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
+        structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
 
         With `num_return_sequences` in `sampling` that holds for each sequence; an event's `index` says which it is of.
-        Closing the generator (leaving the loop, `aclose`) ends the request in the engine. min_weight_version: the least
+        Closing the generator (leaving the loop, `aclose`) ends the request in the engine. structured: what the answer
+        has to follow: one of json (a schema), json_object, regex, choice and grammar. min_weight_version: the least
         version of the weights that may answer; raises WeightVersionUnavailable where it is not committed in time.
         weight_version: the only one that may; raises WeightVersionGone where no replica serves it, and one that is
         swapped away later ends the answer with the finish reason `weight_version_gone`.
@@ -55,6 +57,7 @@ class Pitstop:
             hints,
             stop=stop,
             cache_salt=cache_salt,
+            structured=structured,
             min_weight_version=min_weight_version,
             weight_version=weight_version,
         )
@@ -72,14 +75,15 @@ class Pitstop:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
         max_concurrent: int = MAX_CONCURRENT,
     ) -> list[Completion | PitstopError]:
         """Gives one output for each prompt, in their order; a prompt that fails gives its own error.
 
-        sampling is one for all, or one for each; the weight versions are as in `generate`. A full queue is waited for,
-        up to the timeout of this object.
+        sampling is one for all, or one for each; structured and the weight versions are as in `generate`. A full queue
+        is waited for, up to the timeout of this object.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is one text; give a list of prompts")
@@ -98,6 +102,7 @@ class Pitstop:
                 prompt,
                 params,
                 stop=stop,
+                structured=structured,
                 min_weight_version=min_weight_version,
                 weight_version=weight_version,
             )

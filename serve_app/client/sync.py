@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -32,6 +32,7 @@ class SyncPitstop:
         *,
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
+        structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
     ) -> Iterator[TokenEvent]:
@@ -42,6 +43,7 @@ class SyncPitstop:
             hints,
             stop=stop,
             cache_salt=cache_salt,
+            structured=structured,
             min_weight_version=min_weight_version,
             weight_version=weight_version,
         )
@@ -57,6 +59,7 @@ class SyncPitstop:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         stop: str | Sequence[str] = (),
+        structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
         max_concurrent: int = MAX_CONCURRENT,
@@ -65,6 +68,7 @@ class SyncPitstop:
             prompts,
             sampling,
             stop=stop,
+            structured=structured,
             min_weight_version=min_weight_version,
             weight_version=weight_version,
             max_concurrent=max_concurrent,

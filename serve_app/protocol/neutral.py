@@ -14,10 +14,8 @@ SHARED: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
     "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
-    "structured_outputs": (),
     "priority": (0,),
 }
 

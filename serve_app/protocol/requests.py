@@ -14,6 +14,7 @@ from serve_app.protocol import neutral
 from serve_app.protocol.parsing import shorten
 from serve_app.protocol.sampling import SamplingFields
 from serve_app.protocol.strict import Label, RequestModel
+from serve_app.protocol.structure import StructureFields
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
@@ -86,11 +87,12 @@ class StreamOptions(RequestModel):
         return neutral.drop_neutral(values, {"include_obfuscation": (False,), "continuous_usage_stats": (False,)})
 
 
-class GenerationRequest(SamplingFields, ABC):
+class GenerationRequest(SamplingFields, StructureFields, ABC):
     """What chat and completions have in common. null means the default, as clients expect.
 
-    Extensions: those of `SamplingFields`, return_token_ids, cache_salt, session_id, min_weight_version (the least
-    version of the weights that may answer), weight_version (the only one). user is the tenant.
+    Extensions: those of `SamplingFields`, structured_outputs, return_token_ids, cache_salt, session_id,
+    min_weight_version (the least version of the weights that may answer), weight_version (the only one). user is the
+    tenant.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """Router: the ingress deployment. HTTP and the Python handle, both on one generation service."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +12,8 @@ from engine import SamplingParams, WorkloadHints
 from serve_app.messages import FleetStatus, RollbackRequest, SwapRequest, SwapResult, TokenEvent, WeightSource
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.model_store import resolve_model
+from serve_app.protocol.parsing import validate
+from serve_app.protocol.structure import StructuredOutputs
 from serve_app.router.admin_routes import AdminKey, admin_routes
 from serve_app.router.answer import TextRules
 from serve_app.router.fleet import Fleet
@@ -66,15 +68,17 @@ class Router:
         *,
         stop: str | Sequence[str] = (),
         cache_salt: str | None = None,
+        structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
 
         The first event has the ids of the prompt; the last one, alone, has a finish reason; with `num_return_sequences`
-        that holds for each sequence, told apart by `index`. Cancelling the stream ends the request. Raises the refusals
-        of the engine before the first event, QueueFull, WeightVersionUnavailable, NoReplica, ReplicaLost,
-        DeadlineExceeded, and GenerationFailed after the tokens that came before.
+        that holds for each sequence, told apart by `index`. Cancelling the stream ends the request. structured: what
+        answers have to follow, as vLLM's structured_outputs. Raises the refusals of the engine before the first event,
+        QueueFull, WeightVersionUnavailable, NoReplica, ReplicaLost, DeadlineExceeded, and GenerationFailed after the
+        tokens that came before.
         """
         ask = Ask(
             prompt_ids=await self._service.prompt_ids(prompt),
@@ -82,6 +86,7 @@ class Router:
             hints=hints or WorkloadHints(),
             rules=TextRules((stop,) if isinstance(stop, str) else tuple(stop)),
             cache_salt=cache_salt,
+            grammar=None if structured is None else validate(StructuredOutputs, dict(structured)).grammar(),
             min_weight_version=min_weight_version,
             weight_version=weight_version,
         )

@@ -148,6 +148,7 @@ def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationServ
         hints=body.hints(),
         rules=rules,
         cache_salt=body.cache_salt,
+        grammar=body.grammar(),
         min_weight_version=body.min_weight_version,
         weight_version=body.weight_version,
     )

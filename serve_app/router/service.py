@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, WorkloadHints
-from serve_app.messages import GenerateRequest
+from serve_app.messages import GenerateRequest, Grammar
 from serve_app.protocol.parsing import shorten, validate
 from serve_app.protocol.requests import Conversation, Message
 from serve_app.router.admission import Admission
@@ -36,6 +36,7 @@ class Ask:
     hints: WorkloadHints = field(default_factory=WorkloadHints)
     rules: TextRules = field(default_factory=TextRules)
     cache_salt: str | None = None
+    grammar: Grammar | None = None
     min_weight_version: int | None = None
     weight_version: int | None = None
 
@@ -97,6 +98,7 @@ class GenerationService:
                 num_requests=num_sequences,
             ),
             cache_salt=ask.cache_salt,
+            grammar=ask.grammar,
             min_weight_version=ask.min_weight_version,
             weight_version=ask.weight_version,
         )

@@ -1,0 +1,255 @@
+"""Whatever a model prefers, the answer follows the grammar; and a grammar that will not do hurts nobody."""
+
+import json
+import random
+import re
+from contextlib import suppress
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from engine import InvalidRequest, TokenConstraint
+from serve_app.grammar import GrammarCompiler, GrammarConstraint
+from serve_app.messages import Grammar, GrammarKind
+
+MORE_IDS = 11
+"""A model may have scores for ids that its tokenizer does not know."""
+TOKENIZERS = {"bytes": byte_level_tokenizer(), "pieces": byte_fallback_tokenizer()}
+MAX_TOKENS = 400
+NAMES = ["a", "name", "größe", "日本"]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+
+
+def compiler_of(tokenizer: PreTrainedTokenizerBase) -> GrammarCompiler:
+    size, end_id = len(tokenizer) + MORE_IDS, tokenizer.eos_token_id
+    return GrammarCompiler(lambda: tokenizer, vocab_size=size, end_ids=(end_id,))
+
+
+COMPILERS = {name: compiler_of(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+def allowed(constraint: TokenConstraint, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    bits = bytearray(-(-(len(tokenizer) + MORE_IDS) // 32) * 4)
+    constraint.fill_mask(memoryview(bits))
+    return list(np.flatnonzero(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), bitorder="little")))
+
+
+def walk(
+    constraint: GrammarConstraint, tokenizer: PreTrainedTokenizerBase, rng: random.Random, most: int = MAX_TOKENS
+) -> str | None:
+    """Draws tokens as a model without any taste would; gives the text, or None where it was cut off."""
+    ids: list[int] = []
+    while not constraint.is_finished and len(ids) < most:
+        token = int(rng.choice(allowed(constraint, tokenizer)))
+        constraint.advance([token])
+        ids.append(token)
+    text = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    return text if constraint.is_finished else None
+
+
+def schemas() -> st.SearchStrategy[dict[str, Any]]:
+    bounds = st.tuples(st.integers(-50, 50), st.integers(0, 50)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+    leaves = st.one_of(
+        st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"const": "日本\n"}]),
+        bounds.map(lambda pair: {"type": "integer", "minimum": pair[0], "maximum": pair[1]}),
+        bounds.map(lambda pair: {"type": "number", "minimum": pair[0], "maximum": pair[1]}),
+        st.integers(0, 5).map(lambda most: {"type": "string", "maxLength": most}),
+        st.sampled_from(["^[ab]{1,3}c$", "^\\d{2}-x$"]).map(lambda pattern: {"type": "string", "pattern": pattern}),
+        st.lists(st.text(max_size=6), min_size=1, max_size=4, unique=True).map(lambda words: {"enum": words}),
+    )
+    return st.recursive(leaves, lambda inner: st.one_of(arrays(inner), objects(inner)), max_leaves=6)
+
+
+def arrays(items: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.builds(
+        lambda item, least, more: {"type": "array", "items": item, "minItems": least, "maxItems": least + more},
+        items,
+        st.integers(0, 2),
+        st.integers(0, 2),
+    )
+
+
+def objects(values: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    properties = st.dictionaries(st.sampled_from(NAMES), values, max_size=3)
+    return st.builds(
+        lambda fields, required: {
+            "type": "object",
+            "properties": fields,
+            "required": [name for name in fields if name in required],
+            "additionalProperties": False,
+        },
+        properties,
+        st.sets(st.sampled_from(NAMES)),
+    )
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+async def test_every_answer_that_ends_fits_its_schema(kind: str, schema: dict[str, Any], seed: int) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), "response_format")
+    constraint = await COMPILERS[kind].constraint(grammar)
+    text = walk(constraint, TOKENIZERS[kind], random.Random(seed))
+    if text is not None:
+        jsonschema.validate(json.loads(text), schema)
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("pattern", ["[a-c]{3}x?", "(ja|nein|日本)", r"\d+(\.\d{2})? €", r"a/b\/\w\s?"])
+async def test_answers_match_a_regex_whole(kind: str, pattern: str) -> None:
+    for seed in range(10):
+        constraint = await COMPILERS[kind].constraint(Grammar(GrammarKind.REGEX, pattern, "structured_outputs"))
+        text = walk(constraint, TOKENIZERS[kind], random.Random(seed))
+        assert text is None or re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+async def test_answers_are_one_of_the_choices_and_each_may_come(kind: str) -> None:
+    words = ["ja", "nein", 'quote " and \\', "zwei\nZeilen", "日本", "nei"]
+    grammar = Grammar(GrammarKind.CHOICE, json.dumps(words), "structured_outputs")
+    texts = {
+        walk(await COMPILERS[kind].constraint(grammar), TOKENIZERS[kind], random.Random(seed)) for seed in range(80)
+    }
+    assert texts == set(words)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'root ::= "<" item ("," item)* ">"\nitem ::= [0-9] [a-c]?',
+        'start: "<" item ("," item)* ">"\nitem: /[0-9][a-c]?/',
+    ],
+)
+async def test_grammars_come_as_gbnf_and_as_lark(text: str) -> None:
+    for seed in range(10):
+        constraint = await COMPILERS["bytes"].constraint(Grammar(GrammarKind.EBNF, text, "structured_outputs"))
+        answer = walk(constraint, TOKENIZERS["bytes"], random.Random(seed))
+        assert answer is None or re.fullmatch(r"<[0-9][a-c]?(,[0-9][a-c]?)*>", answer), answer
+
+
+async def test_blanks_between_the_tokens_of_json_come_to_an_end() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    constraint = await COMPILERS["bytes"].constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), "x"))
+    constraint.advance(tokenizer.encode("{"))
+    space = tokenizer.encode(" ")[0]
+    for _ in range(32):
+        assert space in allowed(constraint, tokenizer)
+        constraint.advance([space])
+    assert space not in allowed(constraint, tokenizer)
+
+
+async def test_end_and_stop_tokens_come_when_the_grammar_is_complete_and_not_before() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    end, letter = tokenizer.eos_token_id, tokenizer.encode("b")[0]
+    grammar = Grammar(GrammarKind.REGEX, "ab*c?", "x")
+    plain = await COMPILERS["bytes"].constraint(grammar)
+    stopped = await COMPILERS["bytes"].constraint(grammar, stop_token_ids=(letter,))
+    endless = await COMPILERS["bytes"].constraint(grammar, end_ids=())
+    assert end not in allowed(plain, tokenizer)
+    for constraint in (plain, stopped, endless):
+        constraint.advance(tokenizer.encode("a"))
+    assert {end, letter} <= set(allowed(plain, tokenizer))
+    assert end not in allowed(endless, tokenizer)
+    assert letter in allowed(stopped, tokenizer)
+    plain.advance([letter])
+    stopped.advance([letter])
+    endless.advance(tokenizer.encode("c"))
+    assert (plain.is_finished, stopped.is_finished, endless.is_finished) == (False, True, True)
+
+
+async def test_forks_go_their_own_ways() -> None:
+    tokenizer = TOKENIZERS["bytes"]
+    constraint = await COMPILERS["bytes"].constraint(Grammar(GrammarKind.REGEX, "[ab]x", "x"))
+    other = constraint.fork()
+    constraint.advance(tokenizer.encode("a"))
+    assert allowed(constraint, tokenizer) == tokenizer.encode("x")
+    assert set(allowed(other, tokenizer)) == {*tokenizer.encode("a"), *tokenizer.encode("b")}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": nested(depth - 1)}} if depth else {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.JSON_SCHEMA, '{"type": "strin"}', "strin"),
+        (GrammarKind.JSON_SCHEMA, '{"not": {"type": "string"}}', '"not"'),
+        (GrammarKind.JSON_SCHEMA, '{"type": "string", "format": "roman"}', "roman"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "http://somewhere.example/schema"}', "somewhere.example"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', ""),
+        (GrammarKind.JSON_SCHEMA, json.dumps(nested(300)), "recursion"),
+        (GrammarKind.JSON_SCHEMA, "not json", ""),
+        (GrammarKind.JSON_SCHEMA, "[1]", ""),
+        (
+            GrammarKind.JSON_SCHEMA,
+            json.dumps({"allOf": [{"anyOf": [{"required": [f"{i}"]}, {"required": [f"b{i}"]}]} for i in range(20)]}),
+            "",
+        ),
+        (GrammarKind.REGEX, "([", "regex"),
+        (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.EBNF, "root ::= (", "Expected"),
+        (GrammarKind.EBNF, 'x ::= "a"', "root"),
+        (GrammarKind.EBNF, "start: missing", "missing"),
+        (GrammarKind.EBNF, "root ::= " + "(" * 5000, ""),
+    ],
+)
+async def test_a_bad_grammar_is_refused_in_the_name_of_its_parameter(
+    kind: GrammarKind, text: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"^response_format is refused: ") as refusal:
+        await COMPILERS["bytes"].constraint(Grammar(kind, text, "response_format"))
+    assert refusal.value.param == "response_format"
+    assert message in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"enum": [f"value {i}" for i in range(5000)]},
+        {"type": "string", "pattern": "^(([a-z])+.)+[A-Z]([a-z])+$"},
+        {"type": "string", "pattern": "^((x{1,100}y?){1,100}z){1,100}$"},
+        {"type": "string", "minLength": 100_000, "maxLength": 1_000_000},
+        {"type": "array", "items": {"type": "string"}, "minItems": 100_000},
+    ],
+)
+async def test_a_costly_grammar_is_compiled_or_refused_and_the_next_request_is_served(schema: dict[str, Any]) -> None:
+    compiler = COMPILERS["bytes"]
+    with suppress(InvalidRequest, ValueError):
+        constraint = await compiler.constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), "x"))
+        walk(constraint, TOKENIZERS["bytes"], random.Random(0), most=50)
+    text = walk(
+        await compiler.constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), "x")),
+        TOKENIZERS["bytes"],
+        random.Random(1),
+    )
+    assert text is None or "a" in json.loads(text)
+
+
+async def test_a_tokenizer_without_a_fast_form_is_refused() -> None:
+    class Slow(PreTrainedTokenizerBase):
+        def __init__(self) -> None:
+            pass
+
+    compiler = GrammarCompiler(Slow, vocab_size=10, end_ids=())
+    with pytest.raises(InvalidRequest, match="needs a fast tokenizer, and this model has a Slow"):
+        await compiler.constraint(Grammar(GrammarKind.REGEX, "a", "structured_outputs"))
+
+
+async def test_kept_grammars_are_bounded_and_one_that_failed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.grammar.MAX_KEPT", 3)
+    tokenizer: PreTrainedTokenizerFast = TOKENIZERS["bytes"]
+    compiler = compiler_of(tokenizer)
+    for number in range(5):
+        constraint = await compiler.constraint(Grammar(GrammarKind.REGEX, f"a{number}", "x"))
+    assert len(compiler._compiled) == 3
+    with pytest.raises(ValueError, match="doesn't satisfy"):
+        constraint.advance(tokenizer.encode("b"))
+    assert len(compiler._compiled) == 2
