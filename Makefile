@@ -56,7 +56,7 @@ test-gpu: setup ## what needs a CUDA device and flash-attn; no check in CI does
 deps: ## install the system packages that make test-all uses
 	$(if $(SYSTEM_TOOLS),apt-get install -y --no-install-recommends $(foreach pair,$(SYSTEM_TOOLS),$(lastword $(subst :, ,$(pair)))),@echo "no system package is needed")
 
-manifests: setup ## the parts of k8s/ that are made from configs/
+manifests: setup ## what is made from elsewhere: parts of k8s/, the page of metrics
 	$(BIN)/python -m k8s.generate
 
 format: setup ## format and fix what can be fixed

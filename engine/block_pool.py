@@ -62,6 +62,12 @@ class BlockPool:
         self._blank_slots = list(range(num_host_slots - 1, -1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._copies: list[BlockCopy] = []
+        self.num_evicted = 0
+        """Cached blocks that had to make room, since the start; the two below likewise."""
+        self.num_sunk = 0
+        """Blocks copied to the host tier."""
+        self.num_restored = 0
+        """Blocks that came back from it."""
 
     @property
     def num_free(self) -> int:
@@ -110,6 +116,7 @@ class BlockPool:
             if digest in pinned:
                 (block,) = self.acquire(1)
                 self._copies.append(BlockCopy(CopyKind.FROM_HOST, pinned[digest], block))
+                self.num_restored += 1
                 self.publish(block, digest)
             taken.append(self._block_of[digest])
         # Still there, and the newest: when the block is evicted again, its bytes need no second copy.
@@ -177,6 +184,7 @@ class BlockPool:
         assert digest is not None
         del self._block_of[digest]
         self._digest_of[block] = None
+        self.num_evicted += 1
         self._sink(block, digest)
         return block
 
@@ -191,4 +199,5 @@ class BlockPool:
         else:
             return
         self._slot_of[digest] = slot
+        self.num_sunk += 1
         self._copies.append(BlockCopy(CopyKind.TO_HOST, block, slot))

@@ -22,6 +22,8 @@ from engine.scheduler import Scheduler
 from engine.step_budget import StepBudget
 
 PAUSE_WARNING_S = 60.0
+PHASES = ("plan", "launch", "wait", "commit", "publish")
+"""Of a step, in the order in which it goes through them."""
 HANG_S = 120.0
 """A step that runs longer than this counts as hung; the longest honest step is bounded by the step budget."""
 
@@ -112,6 +114,7 @@ class GenerationLoop:
         self._step_seconds = 0.0
         self._last_step_s = 0.0
         self._paused_seconds = 0.0
+        self._phase_seconds = dict.fromkeys(PHASES, 0.0)
         self._num_swaps = 0
         self.fatal_error: BaseException | None = None
         self._failure: BaseException | None = None
@@ -361,6 +364,7 @@ class GenerationLoop:
             return False
         started = perf_counter()
         plan = self._scheduler.plan(self._budget.max_tokens(), started)
+        planned = self._end_phase("plan", started)
         if not plan.rows:
             assert self._in_flight, "requests are active, but none can be scheduled"
             return False
@@ -368,15 +372,18 @@ class GenerationLoop:
         # In the books before anything can go wrong: what the plan holds has to be given back.
         self._in_flight.append(_Flight(plan, started))
         self._in_flight[-1].handle = self._runner.launch(plan)
+        self._end_phase("launch", planned)
         return True
 
     def _land(self) -> None:
         flight = self._in_flight[0]
         assert flight.handle is not None
+        waiting_since = perf_counter()
         samples = flight.handle.wait()
         self._in_flight.popleft()
-        now = perf_counter()
+        now = self._end_phase("wait", waiting_since)
         told = self._scheduler.commit(flight.plan, samples, now)
+        committed = self._end_phase("commit", now)
         # A step that was launched early has run since the one before it ended.
         self._last_step_s = now - max(flight.started, self._last_landing)
         self._last_landing = now
@@ -386,6 +393,13 @@ class GenerationLoop:
         self._step_seconds += self._last_step_s
         self._refresh_stats()
         self._publish(told)
+        self._end_phase("publish", committed)
+
+    def _end_phase(self, phase: str, began: float) -> float:
+        """Books the time since `began` and gives the present, at which the next phase begins."""
+        now = perf_counter()
+        self._phase_seconds[phase] += now - began
+        return now
 
     def _drain(self) -> None:
         while self._in_flight:
@@ -416,6 +430,7 @@ class GenerationLoop:
             last_step_s=self._last_step_s,
             steps_total=self._num_steps,
             step_seconds_total=self._step_seconds,
+            step_phase_seconds_total=dict(self._phase_seconds),
             weight_swaps_total=self._num_swaps,
         )
 

@@ -31,10 +31,15 @@ class EngineStats:
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
     preemptions_total: int = 0
+    evicted_blocks_total: int = 0
+    offloaded_blocks_total: int = 0
+    restored_blocks_total: int = 0
     steps_total: int = 0
     step_seconds_total: float = 0.0
     paused_seconds_total: float = 0.0
     weight_swaps_total: int = 0
+    step_phase_seconds_total: dict[str, float] = field(default_factory=dict)
+    """By phase; the computing itself is in launch or wait, in whichever the device lets the loop stand."""
     requests_total: dict[str, int] = field(default_factory=dict)
     """Ended requests by finish reason."""
 

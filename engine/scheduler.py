@@ -247,6 +247,9 @@ class Scheduler:
             cached_tokens_total=self.counters.cached_tokens,
             generated_tokens_total=self.counters.generated_tokens,
             preemptions_total=self.counters.preemptions,
+            evicted_blocks_total=sum(pool.num_evicted for pool in pools),
+            offloaded_blocks_total=sum(pool.num_sunk for pool in pools),
+            restored_blocks_total=sum(pool.num_restored for pool in pools),
             requests_total=dict(self.counters.ended),
         )
 

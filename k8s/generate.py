@@ -1,4 +1,4 @@
-"""Writes what the manifests take from elsewhere in the repository, so that the two never differ.
+"""Writes what manifests and documents take from elsewhere in the repository, so that the two never differ.
 
 `python -m k8s.generate` rewrites the files; a test compares them with what it would write.
 """
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from serve_app.metrics import METRICS, ROUTER_METRICS, MetricSpec
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG_OF_OVERLAY = {
@@ -24,6 +26,7 @@ def generated_files() -> Iterator[tuple[Path, str]]:
     """Gives each generated file with its content."""
     for overlay, config in CONFIG_OF_OVERLAY.items():
         yield REPOSITORY / "k8s" / "overlays" / overlay / "serve.yaml", _serve_patch(config)
+    yield REPOSITORY / "configs" / "prometheus" / "METRICS.md", _metrics_page()
 
 
 def serve_config(name: str) -> dict[str, Any]:
@@ -37,6 +40,29 @@ def serve_config(name: str) -> dict[str, Any]:
 def _serve_patch(config: str) -> str:
     patch = [{"op": "add", "path": "/spec/serveConfigV2", "value": _Block(_dump(serve_config(config)))}]
     return f"# Made from configs/{config} by `make manifests`: change that file, not this one.\n{_dump(patch)}"
+
+
+def _metrics_page() -> str:
+    head = [
+        "# Metrics",
+        "",
+        "Made from `serve_app/metrics.py` by `make manifests`. `GET /metrics` of any router has them all; Ray's",
+        "metrics agent has them with `ray_` before the name, and of each histogram only sum and count. An alias shows",
+        "the same with `model_name`, and with `engine` for `replica`; `vllm:cache_config_info` has `block_size` and",
+        "`num_gpu_blocks`. `metrics.buckets` of the settings replaces bounds.",
+        "",
+        "| name | kind | unit | labels | what | alias |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join(head + [_metric_row(spec) for spec in METRICS]) + "\n"
+
+
+def _metric_row(spec: MetricSpec) -> str:
+    labels = ("router", *spec.labels) if spec in ROUTER_METRICS else spec.labels
+    bounds = ", ".join(f"{bound:g}" for bound in spec.buckets)
+    what = f"{spec.help} Bounds: {bounds}." if spec.kind == "histogram" else spec.help
+    aliases = " ".join(f"`{alias}`" for alias in spec.aliases)
+    return f"| `{spec.name}` | {spec.kind} | {spec.unit} | {', '.join(labels)} | {what} | {aliases} |"
 
 
 class _Block(str):

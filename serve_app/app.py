@@ -30,7 +30,7 @@ def build_app(settings: AppSettings) -> serve.Application:
         settings, controller
     )
     return Router.options(  # type: ignore[attr-defined, no-any-return]
-        num_replicas=1,
+        num_replicas=settings.routing.num_routers,
         max_ongoing_requests=MAX_ONGOING_REQUESTS,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=settings.replicas.graceful_shutdown_timeout_s,

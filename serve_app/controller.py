@@ -22,6 +22,8 @@ from serve_app.messages import (
     SwapRequest,
     SwapResult,
 )
+from serve_app.metrics import CONTROLLER_METRICS, Recorder
+from serve_app.ray_agent import start_mirror
 from serve_app.settings import AppSettings
 from serve_app.swap_sessions import SwapSessions
 from serve_app.uninterrupted import run_uninterrupted
@@ -46,8 +48,13 @@ class WeightController:
             folder=settings.weights.folder,
             num_earlier=settings.weights.history_versions,
         )
+        recorder = Recorder(CONTROLLER_METRICS, buckets=settings.metrics.buckets)
         self._weights = FleetWeights(
-            settings.weights, history, call_all=_call_engines, count_running=_count_running_engines
+            settings.weights,
+            history,
+            call_all=_call_engines,
+            count_running=_count_running_engines,
+            recorder=recorder,
         )
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
@@ -57,6 +64,7 @@ class WeightController:
             self._store, history, self._weights.swap, max_bytes=settings.weights.session_bytes
         )
         self._expiry: asyncio.Task[None] | None = None
+        start_mirror(recorder.expose, settings.metrics)
 
     async def swap(self, request: SwapRequest) -> SwapResult:
         """Brings new weights to every replica, or to none; goes on to its end when the caller goes away."""

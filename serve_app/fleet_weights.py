@@ -49,7 +49,13 @@ class FleetWeights:
     """Who serves what, and one swap at a time. One event loop only."""
 
     def __init__(
-        self, settings: WeightSettings, history: WeightHistory, *, call_all: CallAll, count_running: CountRunning
+        self,
+        settings: WeightSettings,
+        history: WeightHistory,
+        *,
+        call_all: CallAll,
+        count_running: CountRunning,
+        recorder: Recorder | None = None,
     ) -> None:
         self._history = history
         self._count_running = count_running
@@ -59,7 +65,7 @@ class FleetWeights:
         self._problem: tuple[int, str] | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
-        self._recorder = Recorder(CONTROLLER_METRICS)
+        self._recorder = recorder or Recorder(CONTROLLER_METRICS)
         for outcome in SWAP_OUTCOMES:
             # From zero, so that the first swap is a rise.
             self._recorder.count("pitstop_swaps_total", outcome, amount=0)
@@ -72,16 +78,19 @@ class FleetWeights:
     async def heartbeat(self, report: ReplicaReport) -> CommittedWeights:
         """Takes the report of a replica and tells it what it has to serve."""
         if self._reports.add(report):
+            self._recorder.count("pitstop_replica_starts_total")
             # A replica has started, so what kept another from it is mended.
             self._problem = None
         await self._recover()
         if report.version > self._history.newest.version:
             # A replica that recovery did not hear of in time; versions only grow, so the others follow it.
             await self._history.adopt(report)
+        self._set_gauges()
         return await self.committed()
 
     async def start_failed(self, replica_id: str, error: str) -> None:
         """Keeps for the status why a new replica could not take the committed weights."""
+        self._recorder.count("pitstop_replica_start_failures_total")
         self._problem = (self._history.newest.version, f"replica {replica_id} cannot start: {error}")
 
     async def status(self) -> FleetStatus:
@@ -119,11 +128,14 @@ class FleetWeights:
 
     async def metrics(self) -> str:
         """Gives the controller's numbers as Prometheus text."""
+        self._set_gauges()
+        return self._recorder.expose()
+
+    def _set_gauges(self) -> None:
         version = self._history.newest.version
         self._recorder.set_gauge("pitstop_committed_weight_version", value=version)
         for state, count in self._reports.count_states(version).items():
             self._recorder.set_gauge("pitstop_replicas", state, value=count)
-        return self._recorder.expose()
 
     async def _carry_out(self, request: SwapRequest | RollbackRequest) -> SwapResult:
         """Gives what this request has brought before, or brings it now, in its turn."""

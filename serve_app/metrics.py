@@ -4,7 +4,7 @@ A replica is labelled by its rank, 0 to n-1, not by its id: a replica that repla
 series stay bounded and a restart is an ordinary counter reset.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,10 +15,22 @@ from prometheus_client.registry import Collector
 from engine import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """From one step of a small model to the longest stream a client waits for."""
 PAUSE_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Around the 20 ms that an exchange of storages may take."""
+TOKEN_LATENCY_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+"""From a tiny model's step to the half second that a step on a CPU may take, and what a swap adds to it."""
+LENGTH_BUCKETS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
+"""Tokens of a prompt or an answer."""
+BUCKETS: dict[str, tuple[float, ...]] = {
+    "latency": LATENCY_BUCKETS_S,
+    "token_latency": TOKEN_LATENCY_BUCKETS_S,
+    "pause": PAUSE_BUCKETS_S,
+    "length": LENGTH_BUCKETS,
+}
+"""By the name under which `metrics.buckets` of the settings replaces them."""
+UNITS = ("tokens_per_second", "seconds", "tokens", "blocks", "bytes", "steps", "requests", "ratio")
 
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 """Versions; off-policy training seldom uses what is older."""
@@ -34,37 +46,83 @@ class MetricSpec:
     labels: tuple[str, ...] = ()
     stat: str | None = None
     buckets: tuple[float, ...] = LATENCY_BUCKETS_S
+    aliases: tuple[str, ...] = ()
+    """Names of other systems under which the same numbers are shown."""
+
+    @property
+    def unit(self) -> str:
+        """What is counted, as the name says."""
+        plain = self.name.removesuffix("_total").removeprefix("pitstop_")
+        return next((unit for unit in UNITS if plain.endswith(unit) or plain.startswith(unit + "_")), "1")
 
 
-def _gauge(name: str, stat: str, help_text: str) -> MetricSpec:
-    return MetricSpec(name, "gauge", help_text, ("replica",), stat)
+def _gauge(name: str, stat: str, help_text: str, *aliases: str) -> MetricSpec:
+    return MetricSpec(name, "gauge", help_text, ("replica",), stat, aliases=aliases)
 
 
-def _counter(name: str, stat: str, help_text: str) -> MetricSpec:
-    return MetricSpec(name, "counter", help_text, ("replica",), stat)
+def _counter(name: str, stat: str, help_text: str, *aliases: str) -> MetricSpec:
+    return MetricSpec(name, "counter", help_text, ("replica",), stat, aliases=aliases)
 
 
 ENGINE_METRICS = (
     _gauge("pitstop_engine_alive", "is_alive", "1 while the generation loop runs."),
     _gauge("pitstop_engine_paused", "is_paused", "1 while the generation loop is paused."),
-    _gauge("pitstop_requests_waiting", "num_waiting", "Requests that wait in the engine's queue."),
-    _gauge("pitstop_requests_running", "num_running", "Requests that the engine computes."),
+    _gauge(
+        "pitstop_requests_waiting",
+        "num_waiting",
+        "Requests that wait in the engine's queue.",
+        "vllm:num_requests_waiting",
+    ),
+    _gauge(
+        "pitstop_requests_running", "num_running", "Requests that the engine computes.", "vllm:num_requests_running"
+    ),
     _gauge("pitstop_queued_prefill_tokens", "queued_prefill_tokens", "Prompt tokens still to be computed."),
     _gauge("pitstop_pending_decode_tokens", "pending_decode_tokens", "Most tokens that running requests may generate."),
     _gauge("pitstop_kv_blocks", "num_blocks", "Blocks of the KV cache."),
+    _gauge("pitstop_kv_block_tokens", "page_size", "Tokens that a block holds."),
     _gauge("pitstop_kv_blocks_used", "num_used_blocks", "Blocks that requests hold."),
     _gauge("pitstop_kv_blocks_cached", "num_cached_blocks", "Blocks that hold a reusable prefix."),
     _gauge("pitstop_kv_blocks_on_host", "num_host_blocks", "Blocks that the host tier holds."),
-    _gauge("pitstop_kv_usage_ratio", "kv_usage", "Share of blocks that requests hold, 0 to 1."),
+    _gauge(
+        "pitstop_kv_usage_ratio", "kv_usage", "Share of blocks that requests hold, 0 to 1.", "vllm:kv_cache_usage_perc"
+    ),
     _gauge("pitstop_prefill_tokens_per_second", "prefill_tokens_per_s", "Measured speed of prompts, moving average."),
     _gauge("pitstop_decode_tokens_per_second", "decode_tokens_per_s", "Measured speed of generation, moving average."),
     _gauge("pitstop_last_step_seconds", "last_step_s", "Duration of the latest step."),
     _gauge("pitstop_weight_version", "weight_version", "Weight version that the replica generates with."),
-    _counter("pitstop_prompt_tokens_total", "prompt_tokens_total", "Prompt tokens of admitted requests."),
-    _counter("pitstop_cached_prompt_tokens_total", "cached_tokens_total", "Prompt tokens taken from the prefix cache."),
-    _counter("pitstop_generated_tokens_total", "generated_tokens_total", "Tokens generated."),
-    _counter("pitstop_preemptions_total", "preemptions_total", "Requests put back for want of blocks."),
+    _counter(
+        "pitstop_prompt_tokens_total",
+        "prompt_tokens_total",
+        "Prompt tokens of admitted requests.",
+        "vllm:prompt_tokens_total",
+        "vllm:prefix_cache_queries_total",
+    ),
+    _counter(
+        "pitstop_cached_prompt_tokens_total",
+        "cached_tokens_total",
+        "Prompt tokens taken from the prefix cache.",
+        "vllm:prefix_cache_hits_total",
+    ),
+    _counter(
+        "pitstop_generated_tokens_total", "generated_tokens_total", "Tokens generated.", "vllm:generation_tokens_total"
+    ),
+    _counter(
+        "pitstop_preemptions_total",
+        "preemptions_total",
+        "Requests put back for want of blocks.",
+        "vllm:num_preemptions_total",
+    ),
+    _counter("pitstop_kv_blocks_evicted_total", "evicted_blocks_total", "Cached blocks that made room for others."),
+    _counter("pitstop_kv_blocks_offloaded_total", "offloaded_blocks_total", "Blocks copied to the host tier."),
+    _counter("pitstop_kv_blocks_restored_total", "restored_blocks_total", "Blocks that came back from the host tier."),
     _counter("pitstop_steps_total", "steps_total", "Steps of the generation loop."),
+    MetricSpec(
+        "pitstop_step_phase_seconds_total",
+        "counter",
+        "Seconds the generation loop stood in each phase of its steps.",
+        ("replica", "phase"),
+        "step_phase_seconds_total",
+    ),
     _counter("pitstop_step_seconds_total", "step_seconds_total", "Seconds spent in steps."),
     _counter("pitstop_paused_seconds_total", "paused_seconds_total", "Seconds the generation loop was paused."),
     _counter("pitstop_weight_commits_total", "weight_swaps_total", "Weight versions committed on the replica."),
@@ -74,6 +132,7 @@ ENGINE_METRICS = (
         "Requests that ended, by finish reason.",
         ("replica", "finish_reason"),
         "requests_total",
+        aliases=("vllm:request_success_total",),
     ),
 )
 REPLICA_METRICS = (
@@ -82,9 +141,62 @@ REPLICA_METRICS = (
         "histogram",
         "From arrival at the replica to the first token.",
         ("replica",),
+        aliases=("vllm:time_to_first_token_seconds",),
     ),
     MetricSpec(
-        "pitstop_generation_seconds", "histogram", "From arrival at the replica to the last token.", ("replica",)
+        "pitstop_generation_seconds",
+        "histogram",
+        "From arrival at the replica to the last token.",
+        ("replica",),
+        aliases=("vllm:e2e_request_latency_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_queue_seconds",
+        "histogram",
+        "From arrival at the engine to the first step that computes the request.",
+        ("replica",),
+        aliases=("vllm:request_queue_time_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_inter_token_seconds",
+        "histogram",
+        "Between two deliveries of a stream, over the tokens of the later one.",
+        ("replica",),
+        buckets=TOKEN_LATENCY_BUCKETS_S,
+        aliases=("vllm:inter_token_latency_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_time_per_output_token_seconds",
+        "histogram",
+        "Mean time of a request's tokens after the first.",
+        ("replica",),
+        buckets=TOKEN_LATENCY_BUCKETS_S,
+        aliases=("vllm:request_time_per_output_token_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_request_prompt_tokens",
+        "histogram",
+        "Tokens of the prompts of ended requests.",
+        ("replica",),
+        buckets=LENGTH_BUCKETS,
+        aliases=("vllm:request_prompt_tokens",),
+    ),
+    MetricSpec(
+        "pitstop_request_generated_tokens",
+        "histogram",
+        "Tokens that ended requests have generated.",
+        ("replica",),
+        buckets=LENGTH_BUCKETS,
+        aliases=("vllm:request_generation_tokens",),
+    ),
+    MetricSpec(
+        "pitstop_work_seconds",
+        "gauge",
+        "Estimated seconds of queued and running work, which scales the fleet.",
+        ("replica",),
+    ),
+    MetricSpec(
+        "pitstop_work_target_seconds", "gauge", "Work of a replica above which another is asked for.", ("replica",)
     ),
     MetricSpec(
         "pitstop_heartbeat_failures_total", "counter", "Heartbeats the controller did not answer.", ("replica",)
@@ -99,6 +211,10 @@ CONTROLLER_METRICS = (
         "Swaps and rollbacks asked for, by outcome; rolled_back failed at the commit.",
         ("outcome",),
     ),
+    MetricSpec("pitstop_replica_starts_total", "counter", "Replicas that reported for the first time."),
+    MetricSpec(
+        "pitstop_replica_start_failures_total", "counter", "Replicas that could not take the committed weights."
+    ),
     MetricSpec("pitstop_swap_stage_seconds", "histogram", "Time to stage new weights on the whole fleet."),
     MetricSpec(
         "pitstop_swap_pause_seconds", "histogram", "Longest pause of a replica in a swap.", buckets=PAUSE_BUCKETS_S
@@ -108,6 +224,8 @@ ROUTER_METRICS = (
     MetricSpec("pitstop_http_requests_total", "counter", "HTTP requests answered.", ("route", "status")),
     MetricSpec("pitstop_http_request_seconds", "histogram", "Duration of HTTP requests, streams included.", ("route",)),
     MetricSpec("pitstop_http_requests_in_flight", "gauge", "HTTP requests being answered."),
+    MetricSpec("pitstop_requests_waiting_at_router", "gauge", "Requests that wait for their first token."),
+    MetricSpec("pitstop_refusals_total", "counter", "Errors answered, by the code in the answer.", ("code",)),
     MetricSpec(
         "pitstop_routing_decisions_total", "counter", "Choices of a replica; fallback is a failed policy.", ("outcome",)
     ),
@@ -137,10 +255,19 @@ METRICS = ENGINE_METRICS + REPLICA_METRICS + CONTROLLER_METRICS + ROUTER_METRICS
 class Recorder:
     """The counters, gauges and histograms of one process, in a registry of their own. Thread-safe.
 
-    Labels are given by position, in the order of the table.
+    Labels are given by position, in the order of the table. `constant` labels come before them in every series.
     """
 
-    def __init__(self, specs: Sequence[MetricSpec]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[MetricSpec],
+        *,
+        constant: Mapping[str, str] | None = None,
+        buckets: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
+        """buckets: other bounds of histograms, by the names of BUCKETS."""
+        self._constant = dict(constant or {})
+        self._buckets = {BUCKETS[name]: bounds for name, bounds in (buckets or {}).items()}
         # The creation time of every series would double the exposition and is of no use to a rate.
         disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped upstream
         self._registry = CollectorRegistry()
@@ -151,33 +278,35 @@ class Recorder:
             self._register(spec)
 
     def count(self, name: str, *labels: str, amount: float = 1) -> None:
-        counter = self._counters[name]
-        (counter.labels(*labels) if labels else counter).inc(amount)
+        counter, values = self._counters[name], (*self._constant.values(), *labels)
+        (counter.labels(*values) if values else counter).inc(amount)
 
     def forget(self, name: str, *labels: str) -> None:
         """Ends the series of a counter, so that labels without bound do not add up."""
-        self._counters[name].remove(*labels)
+        self._counters[name].remove(*self._constant.values(), *labels)
 
     def set_gauge(self, name: str, *labels: str, value: float) -> None:
-        gauge = self._gauges[name]
-        (gauge.labels(*labels) if labels else gauge).set(value)
+        gauge, values = self._gauges[name], (*self._constant.values(), *labels)
+        (gauge.labels(*values) if values else gauge).set(value)
 
     def observe(self, name: str, *labels: str, value: float) -> None:
-        histogram = self._histograms[name]
-        (histogram.labels(*labels) if labels else histogram).observe(value)
+        histogram, values = self._histograms[name], (*self._constant.values(), *labels)
+        (histogram.labels(*values) if values else histogram).observe(value)
 
     def expose(self) -> str:
         """Gives everything recorded so far as Prometheus text."""
         return generate_latest(self._registry).decode()
 
     def _register(self, spec: MetricSpec) -> None:
+        labels = (*self._constant, *spec.labels)
         if spec.kind == "counter":
-            self._counters[spec.name] = Counter(spec.name, spec.help, spec.labels, registry=self._registry)
+            self._counters[spec.name] = Counter(spec.name, spec.help, labels, registry=self._registry)
         elif spec.kind == "gauge":
-            self._gauges[spec.name] = Gauge(spec.name, spec.help, spec.labels, registry=self._registry)
+            self._gauges[spec.name] = Gauge(spec.name, spec.help, labels, registry=self._registry)
         else:
+            bounds = self._buckets.get(spec.buckets, spec.buckets)
             self._histograms[spec.name] = Histogram(
-                spec.name, spec.help, spec.labels, registry=self._registry, buckets=spec.buckets
+                spec.name, spec.help, labels, registry=self._registry, buckets=bounds
             )
 
 

@@ -7,7 +7,6 @@ generates in a thread of its own.
 import asyncio
 import logging
 import os
-import time
 from collections.abc import AsyncGenerator
 from contextvars import Context
 from dataclasses import replace
@@ -42,6 +41,8 @@ from serve_app.metrics import REPLICA_METRICS, Recorder, expose_engine
 from serve_app.model_store import resolve_model
 from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.ranks import RankCrew, start_engine
+from serve_app.ray_agent import start_mirror
+from serve_app.request_timer import RequestTimer
 from serve_app.settings import AppSettings
 from serve_app.streams import TokenStream
 from serve_app.weight_follower import WeightFollower
@@ -67,7 +68,7 @@ class EngineReplica:
         self._controller = controller
         self._replica_id = serve.get_replica_context().replica_tag
         self._streams: dict[str, TokenStream] = {}
-        self._recorder = Recorder(REPLICA_METRICS)
+        self._recorder = Recorder(REPLICA_METRICS, buckets=settings.metrics.buckets)
         self._catching_up: asyncio.Task[bool] | None = None
         self._is_unhealthy = False
         self._hears_controller = True
@@ -82,6 +83,8 @@ class EngineReplica:
         self._meter = LoadMeter(settings.autoscaling)
         self._follower = WeightFollower(self._manager, replica_id=self._replica_id, base_path=path)
         await self._take_committed_weights()
+        self._set_gauges()
+        start_mirror(self._exposition, settings.metrics)
         self._heartbeat_task = asyncio.get_running_loop().create_task(self._send_heartbeats())
         logger.info("event=replica_ready replica=%s version=%d", self._replica_id, self._follower.version)
 
@@ -154,7 +157,8 @@ class EngineReplica:
 
     async def metrics(self) -> str:
         """Gives this replica's numbers as Prometheus text."""
-        return expose_engine(self._manager.stats(), replica=self._rank) + self._recorder.expose()
+        self._set_gauges()
+        return self._exposition()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Gives Serve the load of this replica for its routers."""
@@ -278,21 +282,24 @@ class EngineReplica:
         return replace(sampling, max_new_tokens=sampling.max_new_tokens or limit - prompt_length)
 
     async def _events(self, stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
-        has_token = False
+        timer = RequestTimer(self._recorder, stream, replica=self._rank)
         while not stream.is_over():
             event = await stream.read()
-            if stream.num_tokens and not has_token:
-                has_token = True
-                self._observe("pitstop_time_to_first_token_seconds", stream)
-            if stream.is_over():
-                self._observe("pitstop_generation_seconds", stream)
+            timer.take(event)
             if any(each.finish_reason == FinishReason.FAILED for each in (event, *event.more)):
                 # Alone, or with the whole engine?
                 self._check_engine()
             yield event
 
-    def _observe(self, name: str, stream: TokenStream) -> None:
-        self._recorder.observe(name, self._rank, value=time.perf_counter() - stream.arrived_at)
+    def _exposition(self) -> str:
+        """Gives the numbers as they are; for any thread."""
+        return expose_engine(self._manager.stats(), replica=self._rank) + self._recorder.expose()
+
+    def _set_gauges(self) -> None:
+        load = self._meter.load(self._manager.stats(), self._streams.values())
+        self._recorder.set_gauge("pitstop_work_seconds", self._rank, value=self._meter.work_s(load))
+        target_s = self._settings.autoscaling.target_work_s
+        self._recorder.set_gauge("pitstop_work_target_seconds", self._rank, value=target_s)
 
     async def _take_committed_weights(self) -> None:
         """Brings a new replica to the committed version; raises when it cannot, so that it never gets ready."""
@@ -352,6 +359,7 @@ class EngineReplica:
             _result(self._controller.heartbeat.remote(report)), HEARTBEAT_TIMEOUT_S
         )
         self._meter.decay()
+        self._set_gauges()
         is_orphan = staged_swap_id is not None and staged_swap_id != committed.swap_in_progress
         if is_orphan and committed.version <= self._follower.version:
             await self._follower.abort(str(staged_swap_id))

@@ -20,6 +20,7 @@ ADMIN_KEY_VARIABLE = "PITSTOP_ADMIN_KEY"
 ADMIN_KEY_FILE_VARIABLE = "PITSTOP_ADMIN_KEY_FILE"
 MIN_ADMIN_KEY_LENGTH = 16
 """Characters; shorter keys can be guessed over the network."""
+BUCKET_NAMES = ("latency", "token_latency", "pause", "length")
 CGROUP_V2_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -110,10 +111,13 @@ class AutoscalingSettings(Section):
 class RoutingSettings(Section):
     """How requests find their replica.
 
+    num_routers: replicas of the router itself; two keep the door open while one is replaced. One carries more than a
+        thousand messages a second.
     stats_period_s: seconds between two reports of a replica's load to the routers; below 0.2 they come no faster and
         only cost Serve's controller more.
     """
 
+    num_routers: int = Field(default=1, ge=1)
     stats_period_s: float = Field(default=0.2, gt=0)
 
 
@@ -173,6 +177,31 @@ class WeightSettings(Section):
         return self.store is not None or self.folder is not None
 
 
+class MetricsSettings(Section):
+    """What `GET /metrics` and Ray's metrics agent show.
+
+    buckets: other upper bounds of histograms, ascending, in place of those of `serve_app/metrics.py`: `latency` and
+        `token_latency` of requests and tokens, `pause` of swaps, in seconds; `length` of prompts and answers, in
+        tokens.
+    ray_interval_s: seconds between two copies to Ray's metrics agent, which itself reports every ten; None sends none.
+    """
+
+    buckets: dict[str, tuple[float, ...]] = Field(default_factory=dict)
+    ray_interval_s: float | None = Field(default=5.0, ge=1)
+
+    @field_validator("buckets")
+    @classmethod
+    def _check_buckets(cls, value: dict[str, tuple[float, ...]]) -> dict[str, tuple[float, ...]]:
+        for name, bounds in value.items():
+            if name not in BUCKET_NAMES:
+                raise ValueError(
+                    f"metrics.buckets.{name} is not a setting; it must be one of {', '.join(BUCKET_NAMES)}"
+                )
+            if not bounds or list(bounds) != sorted(set(bounds)) or bounds[0] <= 0:
+                raise ValueError(f"metrics.buckets.{name} is {list(bounds)}; bounds must be positive and ascending")
+        return value
+
+
 class LimitSettings(Section):
     """What one application takes on at most.
 
@@ -226,6 +255,7 @@ class AppSettings(Section):
     routing: RoutingSettings = Field(default_factory=RoutingSettings)
     weights: WeightSettings = Field(default_factory=WeightSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     admin_key_file: str | None = Field(default=None, min_length=1)
 
     @field_validator("engine", mode="before")

@@ -27,6 +27,8 @@ class TokenStream:
         self.num_prompt_tokens = len(request.prompt_ids)
         self.arrived_at = time.perf_counter()
         self.num_tokens = 0
+        self.queued_s: float | None = None
+        """Seconds from the engine's taking the request to its first step; None before."""
 
     def is_over(self) -> bool:
         """True once the endings of all sequences were read."""
@@ -42,6 +44,8 @@ class TokenStream:
         sequence = self._sequences.get(output.request_id)
         if sequence is not None:
             sequence.take_in(output)
+            if self.queued_s is None and output.lifespan[0] > 0:
+                self.queued_s = output.lifespan[0] - output.created_time
             self.num_tokens += len(output.new_tokens)
             self._wake.set()
 

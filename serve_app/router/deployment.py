@@ -14,11 +14,13 @@ from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.model_store import resolve_model
 from serve_app.protocol.parsing import validate
 from serve_app.protocol.structure import StructuredOutputs
+from serve_app.ray_agent import start_mirror
 from serve_app.router.admin_routes import AdminKey, admin_routes
 from serve_app.router.answer import TextRules
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation
 from serve_app.router.http import build_http
+from serve_app.router.numbers import RouterNumbers
 from serve_app.router.openai_routes import openai_routes
 from serve_app.router.ops_routes import ops_routes
 from serve_app.router.service import Ask, GenerationService, Prompt
@@ -45,17 +47,27 @@ class Router:
     def __init__(self, settings: AppSettings, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]) -> None:
         self._settings = settings
         self._admin_key = AdminKey(settings.admin_key())
-        self._recorder = Recorder(ROUTER_METRICS)
-        self._fleet = Fleet(settings, engine=engine, controller=controller)
+        context = serve.get_replica_context()
+        self._recorder = Recorder(
+            ROUTER_METRICS, constant={"router": str(context.rank.rank)}, buckets=settings.metrics.buckets
+        )
+        self._fleet = Fleet(
+            settings,
+            engine=engine,
+            controller=controller,
+            routers=lambda: serve.get_deployment_handle(context.deployment, context.app_name),
+        )
         tokenizer = Tokenizer.load(resolve_model(settings.model), trust_remote_code=settings.trust_remote_code)
         meter = VersionMeter(self._recorder, self._fleet)
         self._service = GenerationService(settings, tokenizer=tokenizer, fleet=self._fleet, meter=meter)
+        self._numbers = RouterNumbers(self._recorder, self._service.admission)
+        start_mirror(self._recorder.expose, settings.metrics)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Gives the HTTP side; Ray Serve calls this in the replica, after the constructor."""
         routers = [
             openai_routes(self._service, self._settings),
-            ops_routes(self._fleet, self._recorder),
+            ops_routes(self._fleet, self._numbers, model=self._settings.model_name),
             admin_routes(self._fleet, self._admin_key),
         ]
         return build_http(routers, recorder=self._recorder, admission=self._service.admission)
@@ -128,6 +140,10 @@ class Router:
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""
         return await self._fleet.status()
+
+    async def metrics(self) -> str:
+        """Gives the numbers of this router alone as Prometheus text."""
+        return self._numbers.exposition()
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Gives the ids of a prompt, chat template included."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +39,19 @@ class Fleet:
     """Engine replicas and weight controller. Every call has a deadline and raises errors of the project only."""
 
     def __init__(
-        self, settings: AppSettings, *, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]
+        self,
+        settings: AppSettings,
+        *,
+        engine: DeploymentHandle[Any],
+        controller: DeploymentHandle[Any],
+        routers: Callable[[], DeploymentHandle[Any]],
     ) -> None:
+        """routers: gives a handle to all routers of the application, this one included."""
         # The methods of a handle are made at run time, so types end here and begin again at what each call returns.
         self._engine: Any = engine
         self._stream_engine: Any = engine.options(stream=True)
         self._controller: Any = controller
+        self._routers = routers
         self._request_timeout_s = settings.limits.request_timeout_s
         self._swap_timeout_s = settings.weights.stage_timeout_s + settings.weights.commit_timeout_s + SWAP_MARGIN_S
         self._limits: ModelLimits | None = None
@@ -149,8 +157,9 @@ class Fleet:
         self.newest_version = max(self.newest_version, version)
 
     async def metrics(self) -> list[str]:
-        """Gives the expositions of all replicas and the controller that answer in time."""
+        """Gives the expositions of all routers, all replicas and the controller that answer in time."""
         answers = await asyncio.gather(
+            call_all(self._routers(), "metrics", timeout_s=METRICS_TIMEOUT_S),
             call_all(self._engine, "metrics", timeout_s=METRICS_TIMEOUT_S),
             call_all(self._controller, "metrics", timeout_s=METRICS_TIMEOUT_S),
             return_exceptions=True,

@@ -27,6 +27,7 @@ def build_http(routers: Sequence[APIRouter], *, recorder: Recorder, admission: A
 
     @app.exception_handler(PitstopError)
     async def answer_error(_: Request, error: PitstopError) -> Response:
+        recorder.count("pitstop_refusals_total", rule_of(error).code)
         headers = {"retry-after": str(admission.retry_after_s())} if isinstance(error, QueueFull) else {}
         if isinstance(error, Unauthorized):
             headers["www-authenticate"] = "Bearer"

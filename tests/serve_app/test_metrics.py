@@ -1,19 +1,26 @@
 """Metrics: one table, one exposition for the fleet, bounded labels."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine import EngineStats
+from serve_app.metric_aliases import with_aliases
 from serve_app.metrics import (
+    BUCKETS,
     CONTROLLER_METRICS,
     ENGINE_METRICS,
     METRICS,
     REPLICA_METRICS,
+    ROUTER_METRICS,
+    MetricSpec,
     Recorder,
     expose_engine,
     merge_expositions,
 )
+from serve_app.settings import BUCKET_NAMES, parse_settings
 
 STATS = EngineStats(num_waiting=3, is_alive=True, generated_tokens_total=40, requests_total={"stop": 2, "length": 1})
 
@@ -46,12 +53,31 @@ def test_labels_are_only_those_with_few_values() -> None:
         "route",
         "status",
         "version",
+        "code",
+        "phase",
+        "router",
     }
 
 
 def test_every_number_of_the_engine_is_exposed() -> None:
-    shown = {spec.stat for spec in ENGINE_METRICS}
-    assert {field.name for field in fields(EngineStats)} - shown == {"page_size"}
+    assert {field.name for field in fields(EngineStats)} - {spec.stat for spec in ENGINE_METRICS} == set()
+
+
+@pytest.mark.parametrize("spec", ENGINE_METRICS, ids=[spec.name for spec in ENGINE_METRICS])
+def test_every_number_of_the_engine_moves_its_own_series_alone(spec: MetricSpec) -> None:
+    assert spec.stat is not None
+    before = EngineStats(num_blocks=10, step_phase_seconds_total={"plan": 1.0}, requests_total={"stop": 1})
+    changed: dict[str, Any] = {
+        "kv_usage": {"num_used_blocks": 5},
+        "step_phase_seconds_total": {"step_phase_seconds_total": {"plan": 2.0}},
+        "requests_total": {"requests_total": {"stop": 2}},
+    }
+    change = changed[spec.stat] if spec.stat in changed else {spec.stat: getattr(before, spec.stat) + 1}
+    old = samples(expose_engine(before, replica="0"))
+    new = samples(expose_engine(replace(before, **change), replica="0"))
+    moved = {name for (name, labels), value in new.items() if old[name, labels] != value}
+    assert spec.name in moved
+    assert moved <= {spec.name, "pitstop_kv_usage_ratio", "pitstop_kv_blocks_used"}
 
 
 def test_engine_numbers_carry_the_replica_and_finish_reasons() -> None:
@@ -94,6 +120,68 @@ def test_recorded_numbers_move() -> None:
     assert found["pitstop_time_to_first_token_seconds_count", (("replica", "0"),)] == 1
     assert found["pitstop_time_to_first_token_seconds_bucket", (("le", "0.01"), ("replica", "0"))] == 0
     assert not any(name.endswith("_created") for name, _ in found)
+
+
+def test_routers_stay_apart_on_one_page() -> None:
+    pages = []
+    for rank, count in (("0", 3), ("1", 4)):
+        recorder = Recorder(ROUTER_METRICS, constant={"router": rank})
+        recorder.count("pitstop_refusals_total", "queue_full", amount=count)
+        recorder.set_gauge("pitstop_http_requests_in_flight", value=count)
+        pages.append(recorder.expose())
+    found = samples(merge_expositions([pages[0], *pages]))
+    assert found["pitstop_refusals_total", (("code", "queue_full"), ("router", "0"))] == 3
+    assert found["pitstop_refusals_total", (("code", "queue_full"), ("router", "1"))] == 4
+    assert found["pitstop_http_requests_in_flight", (("router", "1"),)] == 4
+
+
+def test_buckets_are_as_configured_and_every_kind_can_be() -> None:
+    assert set(BUCKETS) == set(BUCKET_NAMES)
+    settings = parse_settings({"metrics": {"buckets": {"token_latency": [0.5, 1.5]}}}).metrics
+    recorder = Recorder(REPLICA_METRICS, buckets=settings.buckets)
+    recorder.observe("pitstop_inter_token_seconds", "0", value=1.0)
+    recorder.observe("pitstop_generation_seconds", "0", value=1.0)
+    found = samples(recorder.expose())
+    bounds = {dict(labels)["le"] for name, labels in found if name == "pitstop_inter_token_seconds_bucket"}
+    assert bounds == {"0.5", "1.5", "+Inf"}
+    assert found["pitstop_generation_seconds_bucket", (("le", "0.005"), ("replica", "0"))] == 0
+
+
+@pytest.mark.parametrize(
+    ("buckets", "sentence"),
+    [
+        ({"pause": [2, 1]}, "must be positive and ascending"),
+        ({"pause": []}, "must be positive and ascending"),
+        ({"latencies": [1]}, "metrics.buckets.latencies is not a setting"),
+    ],
+)
+def test_buckets_that_are_none_are_refused(buckets: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        parse_settings({"metrics": {"buckets": buckets}})
+
+
+def test_aliases_repeat_the_numbers_under_the_names_of_vllm() -> None:
+    recorder = Recorder(REPLICA_METRICS)
+    recorder.observe("pitstop_time_to_first_token_seconds", "0", value=0.02)
+    stats = replace(STATS, num_blocks=512, page_size=16)
+    page = with_aliases(merge_expositions([expose_engine(stats, replica="0"), recorder.expose()]), model='a "b"')
+    found = samples(page)
+    labels = (("engine", "0"), ("model_name", 'a "b"'))
+    assert found["vllm:num_requests_waiting", labels] == 3
+    assert found["vllm:request_success_total", (labels[0], ("finished_reason", "stop"), labels[1])] == 2
+    assert found["vllm:time_to_first_token_seconds_count", labels] == 1
+    assert found["vllm:time_to_first_token_seconds_bucket", (labels[0], ("le", "0.025"), labels[1])] == 1
+    size = (("block_size", "16"), labels[0], labels[1], ("num_gpu_blocks", "512"))
+    assert found["vllm:cache_config_info", size] == 1
+    assert found["pitstop_requests_waiting", (("replica", "0"),)] == 3
+
+
+def test_every_alias_names_one_metric_and_keeps_its_kind() -> None:
+    aliases = [alias for spec in METRICS for alias in spec.aliases]
+    assert len(aliases) == len(set(aliases)) > 15
+    for spec in METRICS:
+        for alias in spec.aliases:
+            assert alias.endswith("_total") == (spec.kind == "counter")
 
 
 def test_two_recorders_do_not_share_numbers() -> None:

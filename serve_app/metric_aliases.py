@@ -1,0 +1,61 @@
+"""The same numbers under the names of other systems, so that their dashboards and scalers work unchanged.
+
+vLLM's names are what KEDA examples, the Gateway API's inference extension and many dashboards ask for. An alias carries
+`model_name` as vLLM's series do, and `engine` for our `replica`. The fleet is one page, so to a gateway that expects
+a page for each pod it is one backend.
+"""
+
+import re
+from collections.abc import Iterator
+
+from serve_app.metrics import METRICS, MetricSpec
+
+CACHE_CONFIG = "vllm:cache_config_info"
+CACHE_CONFIG_HELP = "Size of the KV cache, in labels."
+LABEL_NAMES = {"replica": "engine", "finish_reason": "finished_reason"}
+SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+SUFFIXES = ("_bucket", "_sum", "_count")
+
+
+def with_aliases(exposition: str, *, model: str) -> str:
+    """Gives the exposition with every alias of the table after what it repeats."""
+    samples = [found for line in exposition.splitlines() if (found := SAMPLE.fullmatch(line))]
+    by_name: dict[str, list[re.Match[str]]] = {}
+    for sample in samples:
+        by_name.setdefault(sample["name"], []).append(sample)
+    model_label = f'model_name="{_escaped(model)}"'
+    lines = [line for spec in METRICS for line in _alias_lines(spec, by_name, model_label)]
+    lines += _cache_config(by_name, model_label)
+    return exposition + "".join(f"{line}\n" for line in lines)
+
+
+def _alias_lines(spec: MetricSpec, by_name: dict[str, list[re.Match[str]]], model_label: str) -> Iterator[str]:
+    names = [spec.name + suffix for suffix in (SUFFIXES if spec.kind == "histogram" else ("",))]
+    samples = [sample for name in names for sample in by_name.get(name, [])]
+    for alias in spec.aliases if samples else ():
+        yield f"# HELP {alias} {spec.help}"
+        yield f"# TYPE {alias} {spec.kind}"
+        for sample in samples:
+            labels = ",".join([model_label, *_renamed(sample["labels"] or "")])
+            yield f"{alias}{sample['name'].removeprefix(spec.name)}{{{labels}}} {sample['value']}"
+
+
+def _cache_config(by_name: dict[str, list[re.Match[str]]], model_label: str) -> Iterator[str]:
+    """A gauge of 1 whose labels say what vLLM's does: tokens of a block, and blocks, of each replica."""
+    sizes = {sample["labels"]: sample["value"] for sample in by_name.get("pitstop_kv_block_tokens", [])}
+    for index, sample in enumerate(by_name.get("pitstop_kv_blocks", [])):
+        if index == 0:
+            yield f"# HELP {CACHE_CONFIG} {CACHE_CONFIG_HELP}"
+            yield f"# TYPE {CACHE_CONFIG} gauge"
+        size, blocks = float(sizes.get(sample["labels"], "0")), float(sample["value"])
+        config = f'block_size="{size:.0f}",num_gpu_blocks="{blocks:.0f}"'
+        yield f"{CACHE_CONFIG}{{{','.join([model_label, config, *_renamed(sample['labels'])])}}} 1.0"
+
+
+def _renamed(labels: str) -> list[str]:
+    return [f'{LABEL_NAMES.get(name, name)}="{value}"' for name, value in LABEL.findall(labels)]
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,65 @@
+"""The copy for Ray's agent: what it would be sent, without a Ray."""
+
+from typing import Any, ClassVar
+
+import pytest
+
+from serve_app import ray_agent
+from serve_app.metrics import REPLICA_METRICS, ROUTER_METRICS, Recorder
+from serve_app.ray_agent import AgentMirror
+
+
+class FakeMetric:
+    """Records what Ray's own class would be told."""
+
+    told: ClassVar[list[tuple[str, float, dict[str, str]]]] = []
+
+    def __init__(self, name: str, tag_keys: tuple[str, ...]) -> None:
+        self.name = name
+        self.tag_keys = set(tag_keys)
+
+    def inc(self, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == self.tag_keys
+        self.told.append((self.name, value, tags))
+
+    set = inc
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, dict[str, str]]]:
+    monkeypatch.setattr(FakeMetric, "told", [])
+    monkeypatch.setattr(ray_agent, "Counter", FakeMetric)
+    monkeypatch.setattr(ray_agent, "Gauge", FakeMetric)
+    return FakeMetric.told
+
+
+def test_counters_are_sent_by_what_they_have_grown_and_gauges_as_they_are(told: list[Any]) -> None:
+    recorder = Recorder(REPLICA_METRICS)
+    mirror = AgentMirror(recorder.expose, interval_s=1)
+    recorder.count("pitstop_heartbeat_failures_total", "0", amount=3)
+    recorder.set_gauge("pitstop_work_seconds", "0", value=2.5)
+    mirror.copy()
+    recorder.count("pitstop_heartbeat_failures_total", "0", amount=2)
+    mirror.copy()
+    mirror.copy()
+    counted = [value for name, value, _ in told if name == "pitstop_heartbeat_failures"]
+    assert counted == [3, 2]
+    assert [value for name, value, _ in told if name == "pitstop_work_seconds"] == [2.5] * 3
+
+
+def test_series_that_end_are_left_out(told: list[Any]) -> None:
+    recorder = Recorder(ROUTER_METRICS, constant={"router": "0"})
+    recorder.count("pitstop_version_tokens_total", "7", amount=5)
+    AgentMirror(recorder.expose, interval_s=1).copy()
+    assert "pitstop_version_tokens" not in {name for name, _, _ in told}
+
+
+def test_a_histogram_is_sent_as_its_sum_and_count(told: list[Any]) -> None:
+    recorder = Recorder(REPLICA_METRICS)
+    for value in (0.5, 1.5):
+        recorder.observe("pitstop_generation_seconds", "1", value=value)
+    AgentMirror(recorder.expose, interval_s=1).copy()
+    assert sorted(told) == [
+        ("pitstop_generation_seconds_count", 2, {"replica": "1"}),
+        ("pitstop_generation_seconds_sum", 2, {"replica": "1"}),
+    ]
