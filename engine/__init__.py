@@ -36,6 +36,7 @@ from engine.request import (
     GenerationOutput,
     RequestStatus,
     SamplingParams,
+    TopLogprobs,
     WeightSpan,
     WorkloadHints,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "StagedWeights",
     "SwapConflict",
     "TokenConstraint",
+    "TopLogprobs",
     "UnsupportedModel",
     "WeightSpan",
     "WeightVersionGone",

@@ -230,6 +230,7 @@ def sequence_ids(request_id: str, num_sequences: int) -> list[str]:
 
 
 def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
+    """Gives one more sample of the parent's prompt, which the parent alone scores, for both of them."""
     assert parent.sampling.seed is not None
     seed = (parent.sampling.seed + (index + 1) * SEED_STRIDE) % MAX_SEED
     return ActiveRequest(
@@ -242,6 +243,8 @@ def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
         priority=parent.priority,
         parent_id=parent.request_id,
         constraint=None if parent.constraint is None else parent.constraint.fork(),
+        prompt_logprobs=parent.prompt_logprobs,
+        prompt_top_logprobs=parent.prompt_top_logprobs,
         pinned_version=parent.pinned_version,
     )
 

@@ -1,9 +1,10 @@
 """What router, replica and controller exchange: frozen dataclasses, pickled by Ray."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from engine import SamplingParams, WeightSpan, WorkloadHints
+from engine import SamplingParams, TopLogprobs, WeightSpan, WorkloadHints
 
 
 class GrammarKind(StrEnum):
@@ -53,6 +54,8 @@ class TokenEvent:
     token_ids may be empty in the last event, which alone has a finish_reason (stop, length, cancelled or failed).
     logprobs is aligned with token_ids where asked for, else empty. weight_versions covers token_ids: spans whose
     positions count from the start of the request's output.
+    top_logprobs has the most likely tokens of each place where asked for. prompt_logprobs and prompt_top_logprobs, of
+    the prompt's tokens but the first, come in the first event. queued_s is how long the request waited for a place.
     index says which sequence of the prompt it is of, where several were asked for; `more` has what the others have new
     since the same event, each at most once.
     text and prompt_ids are the router's: what is new as text, which lags behind the tokens by unfinished characters and
@@ -69,6 +72,10 @@ class TokenEvent:
     replica_id: str = ""
     text: str = ""
     prompt_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: Sequence[float] = field(default_factory=list)
+    prompt_top_logprobs: Sequence[TopLogprobs] = field(default_factory=list)
+    queued_s: float = 0.0
     index: int = 0
     more: list["TokenEvent"] = field(default_factory=list)
 

@@ -272,14 +272,16 @@ class EngineReplica:
         limit = self._settings.max_model_len
         if limit is None:
             return sampling
-        wanted = sampling.max_new_tokens or 1
+        wanted = 1 if sampling.max_new_tokens is None else sampling.max_new_tokens
         if prompt_length + wanted > limit:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt_length} tokens and {wanted} new ones are asked for, together more than"
                 f" max_model_len, which is {limit}; shorten one of them",
                 param="max_new_tokens" if prompt_length < limit else "input_ids",
             )
-        return replace(sampling, max_new_tokens=sampling.max_new_tokens or limit - prompt_length)
+        return (
+            sampling if sampling.max_new_tokens is not None else replace(sampling, max_new_tokens=limit - prompt_length)
+        )
 
     async def _events(self, stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
         timer = RequestTimer(self._recorder, stream, replica=self._rank)

@@ -70,7 +70,7 @@ def expected_work(request: GenerateRequest) -> Work:
     hints, limit = request.hints, request.sampling.max_new_tokens
     expected = hints.expected_generated_length or limit or hints.max_generated_length or DEFAULT_EXPECTED_TOKENS
     num_sequences = request.sampling.num_return_sequences or 1
-    return Work(len(request.prompt_ids), num_sequences * (min(expected, limit) if limit else expected))
+    return Work(len(request.prompt_ids), num_sequences * (expected if limit is None else min(expected, limit)))
 
 
 class WorkRouter(FIFOMixin, RequestRouter):

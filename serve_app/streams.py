@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from engine import FinishReason, GenerationOutput, WeightSpan, sequence_ids
+from engine import FinishReason, GenerationOutput, TopLogprobs, WeightSpan, sequence_ids
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.routing import expected_work
 
@@ -76,6 +76,8 @@ class _Sequence:
         self._replica_id = replica_id
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
+        self._has_begun = False
         self._num_read = 0
         self._latest: GenerationOutput | None = None
         self._failure: str | None = None
@@ -84,6 +86,7 @@ class _Sequence:
     def take_in(self, output: GenerationOutput) -> None:
         self._tokens += output.new_tokens
         self._logprobs += output.new_logprobs
+        self._top_logprobs += output.new_top_logprobs
         self._latest = output
         self.has_news = True
 
@@ -94,8 +97,11 @@ class _Sequence:
     def event(self) -> TokenEvent:
         """Gives what came since the last event."""
         self.has_news = False
-        tokens, logprobs = self._tokens, self._logprobs
-        self._tokens, self._logprobs = [], []
+        tokens, logprobs, top_logprobs = self._tokens, self._logprobs, self._top_logprobs
+        self._tokens, self._logprobs, self._top_logprobs = [], [], []
+        # What is of the prompt is complete by then, and need not cross a process again.
+        prompt = None if self._has_begun else self._latest
+        self._has_begun = True
         start, self._num_read = self._num_read, self._num_read + len(tokens)
         output = self._latest
         reason, error = _ending(output)
@@ -111,6 +117,10 @@ class _Sequence:
             num_cached_tokens=output.num_cached_tokens if output else 0,
             replica_id=self._replica_id,
             index=self._index,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=prompt.prompt_logprobs if prompt else [],
+            prompt_top_logprobs=prompt.prompt_top_logprobs if prompt else [],
+            queued_s=max(0.0, prompt.lifespan[0] - prompt.created_time) if prompt else 0.0,
         )
 
 

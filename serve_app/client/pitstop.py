@@ -61,8 +61,7 @@ class Pitstop:
             min_weight_version=min_weight_version,
             weight_version=weight_version,
         )
-        num_sequences = (sampling.num_return_sequences if sampling else None) or 1
-        stream = HandleStream(response, timeout_s=self._timeout_s, num_sequences=num_sequences)
+        stream = HandleStream(response, timeout_s=self._timeout_s, num_sequences=_num_sequences(sampling))
         try:
             async for event in stream:
                 yield event
@@ -90,7 +89,7 @@ class Pitstop:
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if len(each) != len(prompts):
             raise ValueError(f"sampling has {len(each)} items for {len(prompts)} prompts; give one, or one for each")
-        if any(params is not None and (params.num_return_sequences or 1) > 1 for params in each):
+        if any(_num_sequences(params) > 1 for params in each):
             raise ValueError(
                 "num_return_sequences is above 1; a batch has one output for each prompt, so repeat the prompt"
             )
@@ -161,3 +160,8 @@ class Pitstop:
                     raise
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, LAST_RETRY_S)
+
+
+def _num_sequences(sampling: SamplingParams | None) -> int:
+    # Anything else is refused by the router, in its own words.
+    return (sampling.num_return_sequences or 1) if isinstance(sampling, SamplingParams) else 1

@@ -14,13 +14,11 @@ SHARED: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "prompt_logprobs": (),
     "truncate_prompt_tokens": (),
     "priority": (0,),
 }
 
 CHAT: dict[str, tuple[object, ...]] = SHARED | {
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -44,7 +42,7 @@ CHAT: dict[str, tuple[object, ...]] = SHARED | {
     "chat_template_kwargs": ({},),
 }
 
-COMPLETIONS: dict[str, tuple[object, ...]] = SHARED | {"echo": (False,), "suffix": ("",)}
+COMPLETIONS: dict[str, tuple[object, ...]] = SHARED | {"suffix": ("",)}
 
 ASSISTANT_MESSAGE: dict[str, tuple[object, ...]] = {
     "refusal": (),

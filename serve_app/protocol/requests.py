@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from engine import InvalidRequest, WorkloadHints
 from serve_app.protocol import neutral
 from serve_app.protocol.parsing import shorten
-from serve_app.protocol.sampling import SamplingFields
+from serve_app.protocol.sampling import NumTop, SamplingFields
 from serve_app.protocol.strict import Label, RequestModel
 from serve_app.protocol.structure import StructureFields
 
@@ -80,11 +80,12 @@ class StreamOptions(RequestModel):
     """What a stream carries besides its deltas."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, values: Any) -> Any:
-        return neutral.drop_neutral(values, {"include_obfuscation": (False,), "continuous_usage_stats": (False,)})
+        return neutral.drop_neutral(values, {"include_obfuscation": (False,)})
 
 
 class GenerationRequest(SamplingFields, StructureFields, ABC):
@@ -99,6 +100,8 @@ class GenerationRequest(SamplingFields, StructureFields, ABC):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    return_timings: bool | None = None
     cache_salt: Label | None = None
     session_id: Label | None = None
     min_weight_version: WeightVersion | None = None
@@ -110,6 +113,22 @@ class GenerationRequest(SamplingFields, StructureFields, ABC):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is only allowed together with stream=true", "stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _check_asks_for_something(self) -> Self:
+        if self.max_new_tokens == 0 and self.num_prompt_logprobs is None and not self.echoes:
+            raise InvalidRequest("max_tokens is 0, which gives nothing without echo or prompt_logprobs", "max_tokens")
+        return self
+
+    @property
+    def echoes(self) -> bool:
+        """True where the prompt stands before its answers."""
+        return False
+
+    @property
+    def shows_tokens(self) -> bool:
+        """True where a chunk is worth sending for its tokens, before they are text."""
+        return bool(self.return_token_ids or self.wants_logprobs)
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -124,8 +143,9 @@ class ChatRequest(GenerationRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: bool | None = None
+    top_logprobs: NumTop | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -140,11 +160,17 @@ class ChatRequest(GenerationRequest):
                 "they mean the same, give one",
                 "max_tokens",
             )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(f"top_logprobs is {self.top_logprobs}; it needs logprobs=true", "top_logprobs")
         return self
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.top_logprobs or 0
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -154,22 +180,31 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`. prompt is text, ids, or a list of prompts, each of them one or the other.
 
-    logprobs=0 gives the log-probability of each sampled token; alternatives are not supported.
+    logprobs: of each token, and of so many most likely ones beside it. echo: the prompt stands before each answer, with
+    its own log-probabilities where these are asked for; with max_tokens=0 it stands alone.
     """
 
     prompt: Prompts
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: NumTop | None = None
+    echo: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, values: Any) -> Any:
         return neutral.drop_neutral(values, neutral.COMPLETIONS)
 
-    @model_validator(mode="after")
-    def _check_supported(self) -> Self:
-        if self.logprobs:
-            raise InvalidRequest(f"logprobs is {self.logprobs}; only 0 (the sampled token) is supported", "logprobs")
-        return self
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        return self.logprobs or 0
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((number for number in wanted if number is not None), default=None)
 
     @property
     def wants_logprobs(self) -> bool:

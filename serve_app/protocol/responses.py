@@ -3,14 +3,17 @@
 Extensions: `weight_versions` (spans over the choice's tokens; a stream gives all so far with the first token, at each
 new version, and in the last chunk of the choice), `token_ids` and `prompt_token_ids` (where `return_token_ids` is asked
 for; a stream gives the prompt's in its first chunk), `stop_reason` (the stop string or the id of the stop token that
-ended the choice). `system_fingerprint` is the model and the weight version that drew the latest token.
+ended the choice), `prompt_logprobs` and `timings` (where asked for; in a stream with its first chunk and with the
+last one that ends a choice). `system_fingerprint` is the model and the weight version that drew the latest token.
 """
 
 from typing import Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
-EXTENSIONS = frozenset({"weight_versions", "token_ids", "prompt_token_ids", "stop_reason"})
+EXTENSIONS = frozenset(
+    {"weight_versions", "token_ids", "prompt_token_ids", "stop_reason", "prompt_logprobs", "timings"}
+)
 
 
 class ResponseModel(BaseModel):
@@ -45,13 +48,41 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class TopLogprob(BaseModel):
+    """One of the most likely tokens of a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+
+
 class TokenLogprob(BaseModel):
     """One token of a chat answer. bytes is null for a token that holds only a part of a character."""
 
     token: str
     logprob: float
     bytes: list[int] | None = None
-    top_logprobs: list[object] = []
+    top_logprobs: list[TopLogprob] = []
+
+
+class PromptLogprob(BaseModel):
+    """vLLM's: one token at one place of the prompt. rank counts the most likely ones from 1; null is further down."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of the prompt, by token id; the first has none."""
+
+
+class Timings(BaseModel):
+    """Seconds: waiting for a place in the engine, from the request to its first token, and to its last."""
+
+    queued_s: float
+    first_token_s: float
+    total_s: float
 
 
 class ChatLogprobs(BaseModel):
@@ -62,12 +93,14 @@ class ChatLogprobs(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Four lists of equal length but top_logprobs. text_offset counts characters of the choice's text."""
+    """Four lists of equal length; top_logprobs is null where none are asked for. text_offset counts characters of the
+    choice's text. The first token of an echoed prompt follows nothing, so its entries are null.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     text_offset: list[int]
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class AssistantMessage(BaseModel):
@@ -101,6 +134,8 @@ class ChatCompletion(ResponseModel):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    timings: Timings | None = None
 
 
 class Delta(ResponseModel):
@@ -138,6 +173,8 @@ class ChatChunk(ResponseModel):
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    timings: Timings | None = None
 
 
 class CompletionChoice(ResponseModel):
@@ -151,6 +188,7 @@ class CompletionChoice(ResponseModel):
     weight_versions: list[VersionSpan] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(ResponseModel):
@@ -163,6 +201,7 @@ class Completion(ResponseModel):
     system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
+    timings: Timings | None = None
 
 
 class ModelCard(BaseModel):

@@ -14,6 +14,8 @@ MAX_BIAS = 100
 """Of one token, either way: OpenAI's limit; the score of a token that is never drawn."""
 MAX_TEMPERATURE = 2
 """OpenAI's limit."""
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's limit."""
 
 
 def _as_list(value: Any) -> Any:
@@ -31,6 +33,7 @@ def _by_token(value: Any) -> Any:
 
 
 Bias = Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]
+NumTop = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
 SIGNED_64 = Field(ge=-(2**63), lt=2**63)
 
 
@@ -56,17 +59,28 @@ class SamplingFields(RequestModel, ABC):
     bad_words: list[ShortText] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop: Annotated[list[ShortText], BeforeValidator(_as_list)] | None = None
     stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: NumTop | None = None
 
     @property
     @abstractmethod
     def wants_logprobs(self) -> bool:
         """True where the log-probability of each token is asked for."""
+
+    @property
+    @abstractmethod
+    def num_top_logprobs(self) -> int:
+        """How many of the most likely tokens of each place are asked for too."""
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same of the prompt's places; None does not score the prompt."""
+        return self.prompt_logprobs
 
     @property
     @abstractmethod
@@ -95,5 +109,7 @@ class SamplingFields(RequestModel, ABC):
             eos_token_ids=() if self.ignore_eos else None,
             stop_token_ids=self.stop_token_ids or None,
             logprobs=self.wants_logprobs,
+            top_logprobs=self.num_top_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             num_return_sequences=self.n or 1,
         )

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine import FinishReason, WeightSpan
+from engine import FinishReason, TopLogprobs, WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.text import Detokeniser, StopMatcher, Tokenizer
 
@@ -34,6 +34,7 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -49,6 +50,7 @@ class Piece:
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        self.top_logprobs += later.top_logprobs
         self.offsets += later.offsets
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
@@ -71,10 +73,16 @@ class Answer:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         self.is_over = False
+        self.prompt_logprobs: Sequence[float] = []
+        self.prompt_top_logprobs: Sequence[TopLogprobs] = []
+        self.queued_s = 0.0
 
     def push(self, event: TokenEvent) -> Piece:
         """Takes the next event and gives what it adds; nothing may follow a piece with a finish reason."""
         piece = Piece(self._index)
+        if event.prompt_logprobs:
+            self.prompt_logprobs, self.prompt_top_logprobs = event.prompt_logprobs, event.prompt_top_logprobs
+        self.queued_s = max(self.queued_s, event.queued_s)
         self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)
         # One by one only where somebody has to know at which token something happened.
         size = 1 if self._has_stops or event.logprobs else max(1, len(event.token_ids))
@@ -111,6 +119,7 @@ class Answer:
         if event.logprobs:
             piece.offsets.append(self._num_characters)
             piece.logprobs += event.logprobs[start:end]
+            piece.top_logprobs += event.top_logprobs[start:end]
         text = self._detokeniser.push(token_ids[: self._num_shown(token_ids, event, end)])
         self._num_characters += len(text)
         self.num_tokens += len(token_ids)

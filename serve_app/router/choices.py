@@ -1,8 +1,10 @@
 """All that one HTTP request generates: a generation for each prompt, as one stream of numbered pieces."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 
+from serve_app.protocol.responses import Timings
 from serve_app.router.answer import Answer, Piece
 from serve_app.router.generation import Generation
 from serve_app.router.service import Ask, GenerationService
@@ -12,6 +14,7 @@ class Choices:
     """Owns its generations: `close` ends them. Choice i is output i % n of prompt i // n."""
 
     def __init__(self, service: GenerationService) -> None:
+        self._opened_at = self._primed_at = time.perf_counter()
         self._service = service
         self.generations: list[Generation] = []
         self.answers: list[Answer] = []
@@ -19,6 +22,10 @@ class Choices:
 
     async def open(self, asks: Sequence[Ask]) -> None:
         """Opens and primes a generation for each prompt; raises what refuses any of them."""
+        await self._open(asks)
+        self._primed_at = time.perf_counter()
+
+    async def _open(self, asks: Sequence[Ask]) -> None:
         for ask in asks:
             self.generations.append(await self._service.open(ask, first_index=len(self.answers)))
             self.answers += self.generations[-1].answers
@@ -31,6 +38,18 @@ class Choices:
                     group.create_task(self._service.prime(generation))
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
+
+    @property
+    def is_over(self) -> bool:
+        return all(answer.is_over for answer in self.answers)
+
+    def timings(self) -> Timings:
+        """Gives how long it took until now."""
+        return Timings(
+            queued_s=self.answers[0].queued_s,
+            first_token_s=self._primed_at - self._opened_at,
+            total_s=time.perf_counter() - self._opened_at,
+        )
 
     def prompt_ids(self, index: int) -> list[int]:
         """The prompt that a choice answers."""

@@ -15,14 +15,11 @@ from serve_app.model_store import resolve_model
 from serve_app.protocol.parsing import validate
 from serve_app.protocol.structure import StructuredOutputs
 from serve_app.ray_agent import start_mirror
-from serve_app.router.admin_routes import AdminKey, admin_routes
 from serve_app.router.answer import TextRules
+from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation
-from serve_app.router.http import build_http
 from serve_app.router.numbers import RouterNumbers
-from serve_app.router.openai_routes import openai_routes
-from serve_app.router.ops_routes import ops_routes
 from serve_app.router.service import Ask, GenerationService, Prompt
 from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
@@ -46,7 +43,6 @@ class Router:
 
     def __init__(self, settings: AppSettings, engine: DeploymentHandle[Any], controller: DeploymentHandle[Any]) -> None:
         self._settings = settings
-        self._admin_key = AdminKey(settings.admin_key())
         context = serve.get_replica_context()
         self._recorder = Recorder(
             ROUTER_METRICS, constant={"router": str(context.rank.rank)}, buckets=settings.metrics.buckets
@@ -65,12 +61,7 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Gives the HTTP side; Ray Serve calls this in the replica, after the constructor."""
-        routers = [
-            openai_routes(self._service, self._settings),
-            ops_routes(self._fleet, self._numbers, model=self._settings.model_name),
-            admin_routes(self._fleet, self._admin_key),
-        ]
-        return build_http(routers, recorder=self._recorder, admission=self._service.admission)
+        return build_asgi(self._service, self._settings, recorder=self._recorder, numbers=self._numbers)
 
     async def generate(
         self,
@@ -165,6 +156,7 @@ async def _token_events(generation: Generation) -> AsyncGenerator[TokenEvent, No
                 event,
                 token_ids=piece.token_ids,
                 logprobs=piece.logprobs,
+                top_logprobs=piece.top_logprobs,
                 weight_versions=spans,
                 finish_reason=piece.finish_reason,
                 text=piece.text,

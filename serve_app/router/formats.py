@@ -13,18 +13,19 @@ from serve_app.protocol.responses import (
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
-    ChatLogprobs,
     Completion,
     CompletionChoice,
     CompletionLogprobs,
     Delta,
+    PromptLogprobs,
     PromptTokensDetails,
-    TokenLogprob,
+    Timings,
     Usage,
     VersionSpan,
 )
-from serve_app.router.answer import Piece
+from serve_app.router.answer import Answer, Piece
 from serve_app.router.choices import Choices
+from serve_app.router.logprobs import LogprobWriter, joined
 from serve_app.text import Tokenizer
 
 
@@ -37,6 +38,15 @@ class Envelope:
     model: str
     returns_ids: bool
     returns_logprobs: bool
+    returns_tops: bool = False
+    returns_prompt_logprobs: bool = False
+    returns_timings: bool = False
+    counts_always: bool = False
+    """Every chunk counts the tokens so far."""
+    names_ids: bool = False
+    """Log-probabilities call tokens by their ids."""
+    echoes: bool = False
+    """The prompt stands before each answer, of completions."""
 
 
 class AnswerFormat(Protocol):
@@ -60,7 +70,7 @@ class ChatFormat:
 
     def __init__(self, envelope: Envelope, tokenizer: Tokenizer) -> None:
         self._envelope = envelope
-        self._tokenizer = tokenizer
+        self._writer = LogprobWriter(tokenizer, names_ids=envelope.names_ids)
 
     def whole(self, pieces: Sequence[Piece], choices: Choices) -> ChatCompletion:
         e = self._envelope
@@ -72,6 +82,8 @@ class ChatFormat:
             choices=[self._choice(piece, choices) for piece in pieces],
             usage=_usage(choices),
             prompt_token_ids=choices.prompt_ids(0) if e.returns_ids else None,
+            prompt_logprobs=self._prompt_logprobs(choices),
+            timings=_timings(e, choices),
         )
 
     def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> ChatChunk:
@@ -79,14 +91,19 @@ class ChatFormat:
         choice = ChatChunkChoice(
             index=piece.index,
             delta=Delta(role="assistant" if is_first else None, content=piece.text),
-            logprobs=self._logprobs(piece),
+            logprobs=self._writer.chat(piece) if e.returns_logprobs else None,
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             weight_versions=_spans_of(piece, choices),
             token_ids=piece.token_ids if e.returns_ids else None,
         )
-        prompt_ids = choices.prompt_ids(0) if e.returns_ids and is_first else None
-        return self._chunk([choice], choices, prompt_token_ids=prompt_ids)
+        return self._chunk(
+            [choice],
+            choices,
+            usage=_usage(choices) if e.counts_always else None,
+            prompt_token_ids=choices.prompt_ids(0) if e.returns_ids and is_first else None,
+            prompt_logprobs=self._prompt_logprobs(choices, piece.index) if is_first else None,
+        )
 
     def usage_chunk(self, choices: Choices) -> ChatChunk:
         return self._chunk([], choices, usage=_usage(choices))
@@ -98,6 +115,7 @@ class ChatFormat:
         *,
         usage: Usage | None = None,
         prompt_token_ids: list[int] | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
     ) -> ChatChunk:
         e = self._envelope
         return ChatChunk(
@@ -108,27 +126,24 @@ class ChatFormat:
             choices=written,
             usage=usage,
             prompt_token_ids=prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            timings=_timings(e, choices) if written else None,
         )
+
+    def _prompt_logprobs(self, choices: Choices, index: int = 0) -> PromptLogprobs | None:
+        if not self._envelope.returns_prompt_logprobs:
+            return None
+        return self._writer.prompt(choices.prompt_ids(index), choices.answers[index])
 
     def _choice(self, piece: Piece, choices: Choices) -> ChatChoice:
         return ChatChoice(
             index=piece.index,
             message=AssistantMessage(content=piece.text),
-            logprobs=self._logprobs(piece),
+            logprobs=self._writer.chat(piece) if self._envelope.returns_logprobs else None,
             finish_reason=piece.finish_reason or "",
             stop_reason=piece.stop_reason,
             weight_versions=_spans(choices.answers[piece.index].weight_versions),
             token_ids=piece.token_ids if self._envelope.returns_ids else None,
-        )
-
-    def _logprobs(self, piece: Piece) -> ChatLogprobs | None:
-        if not self._envelope.returns_logprobs:
-            return None
-        return ChatLogprobs(
-            content=[
-                _token_logprob(self._tokenizer.token_text(token_id), logprob)
-                for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True)
-            ]
         )
 
 
@@ -138,13 +153,15 @@ class CompletionFormat:
     def __init__(self, envelope: Envelope, tokenizer: Tokenizer) -> None:
         self._envelope = envelope
         self._tokenizer = tokenizer
+        self._writer = LogprobWriter(tokenizer, names_ids=envelope.names_ids)
 
     def whole(self, pieces: Sequence[Piece], choices: Choices) -> Completion:
         written = [self._choice(piece, choices, is_first=True) for piece in pieces]
         return self._completion(written, choices, usage=_usage(choices))
 
     def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> Completion:
-        return self._completion([self._choice(piece, choices, is_first=is_first)], choices)
+        usage = _usage(choices) if self._envelope.counts_always else None
+        return self._completion([self._choice(piece, choices, is_first=is_first)], choices, usage=usage)
 
     def usage_chunk(self, choices: Choices) -> Completion:
         return self._completion([], choices, usage=_usage(choices))
@@ -160,29 +177,35 @@ class CompletionFormat:
             system_fingerprint=_fingerprint(e, choices),
             choices=written,
             usage=usage,
+            timings=_timings(e, choices) if written else None,
         )
 
     def _choice(self, piece: Piece, choices: Choices, *, is_first: bool) -> CompletionChoice:
         e = self._envelope
+        prompt_ids, answer = choices.prompt_ids(piece.index), choices.answers[piece.index]
+        echo = self._tokenizer.decode(prompt_ids) if e.echoes else ""
         return CompletionChoice(
             index=piece.index,
-            text=piece.text,
-            logprobs=self._logprobs(piece),
+            text=echo + piece.text if is_first else piece.text,
+            logprobs=self._logprobs(piece, prompt_ids, answer, num_before=len(echo), is_first=is_first),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             weight_versions=_spans_of(piece, choices),
             token_ids=piece.token_ids if e.returns_ids else None,
-            prompt_token_ids=choices.prompt_ids(piece.index) if e.returns_ids and is_first else None,
+            prompt_token_ids=prompt_ids if e.returns_ids and is_first else None,
+            prompt_logprobs=self._writer.prompt(prompt_ids, answer) if e.returns_prompt_logprobs and is_first else None,
         )
 
-    def _logprobs(self, piece: Piece) -> CompletionLogprobs | None:
-        if not self._envelope.returns_logprobs:
+    def _logprobs(
+        self, piece: Piece, prompt_ids: list[int], answer: Answer, *, num_before: int, is_first: bool
+    ) -> CompletionLogprobs | None:
+        e = self._envelope
+        if not e.returns_logprobs:
             return None
-        return CompletionLogprobs(
-            tokens=[self._tokenizer.token_text(token_id) for token_id in piece.token_ids],
-            token_logprobs=piece.logprobs,
-            text_offset=piece.offsets,
-        )
+        written = self._writer.completion(piece, num_before=num_before)
+        if not (e.echoes and is_first):
+            return written
+        return joined(self._writer.echo(prompt_ids, answer, has_tops=e.returns_tops), written)
 
 
 def _usage(choices: Choices) -> Usage:
@@ -217,5 +240,6 @@ def _spans(spans: Sequence[WeightSpan]) -> list[VersionSpan]:
     return [VersionSpan(version=span.version, start=span.start, end=span.end) for span in spans]
 
 
-def _token_logprob(token: str, logprob: float) -> TokenLogprob:
-    return TokenLogprob(token=token, logprob=logprob, bytes=None if "\ufffd" in token else list(token.encode()))
+def _timings(envelope: Envelope, choices: Choices) -> Timings | None:
+    """With what ends the last choice."""
+    return choices.timings() if envelope.returns_timings and choices.is_over else None

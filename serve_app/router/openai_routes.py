@@ -26,6 +26,8 @@ from serve_app.settings import AppSettings
 logger = logging.getLogger("ray.serve.pitstop")
 
 WEIGHTS_HEADER = "x-weights-version"
+MAX_REQUEST_ID_LENGTH = 128
+"""Of an id that answers repeat."""
 DONE = b"data: [DONE]\n\n"
 ENGINE_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -48,7 +50,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         body = await _read(ChatRequest, request, settings)
         with _parameters_named(prompt="messages"):
             asks = [_ask(body, await service.chat_ids(body.messages), service)]
-            style = ChatFormat(_envelope("chatcmpl", body), service.tokenizer)
+            style = ChatFormat(_envelope("chatcmpl", body, request), service.tokenizer)
             return await _answer(request, service, asks=asks, body=body, style=style)
 
     @routes.post("/v1/completions")
@@ -56,7 +58,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         body = await _read(CompletionRequest, request, settings)
         with _parameters_named(prompt="prompt"):
             asks = [_ask(body, await service.prompt_ids(prompt), service) for prompt in body.prompt]
-            style = CompletionFormat(_envelope("cmpl", body), service.tokenizer)
+            style = CompletionFormat(_envelope("cmpl", body, request), service.tokenizer)
             return await _answer(request, service, asks=asks, body=body, style=style)
 
     @routes.get("/v1/models")
@@ -103,7 +105,7 @@ async def _collect(choices: Choices) -> list[Piece]:
 
 async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
     begun: set[int] = set()
-    shows_tokens = bool(body.return_token_ids or body.wants_logprobs)
+    shows_tokens = body.shows_tokens
     try:
         async for piece in choices.pieces():
             if piece.is_empty and not (shows_tokens and piece.token_ids):
@@ -154,14 +156,26 @@ def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationServ
     )
 
 
-def _envelope(prefix: str, body: GenerationRequest) -> Envelope:
+def _envelope(prefix: str, body: GenerationRequest, request: Request) -> Envelope:
     return Envelope(
-        id=f"{prefix}-{uuid.uuid4().hex}",
+        id=f"{prefix}-{_request_id(request)}",
         created=int(time.time()),
         model=body.model,
         returns_ids=bool(body.return_token_ids),
         returns_logprobs=body.wants_logprobs,
+        returns_tops=body.num_top_logprobs > 0,
+        returns_prompt_logprobs=body.prompt_logprobs is not None,
+        returns_timings=bool(body.return_timings),
+        counts_always=body.stream_options is not None and bool(body.stream_options.continuous_usage_stats),
+        names_ids=bool(body.return_tokens_as_token_ids),
+        echoes=body.echoes,
     )
+
+
+def _request_id(request: Request) -> str:
+    """Gives the client's own id, which need not be the only one of its kind, or a new one."""
+    given = request.headers.get("x-request-id", "")
+    return given if 0 < len(given) <= MAX_REQUEST_ID_LENGTH and given.isprintable() else uuid.uuid4().hex
 
 
 @contextmanager

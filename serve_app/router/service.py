@@ -78,10 +78,11 @@ class GenerationService:
         """
         limits = await self.fleet.limits()
         wanted = ask.sampling.max_new_tokens
+        least = 1 if wanted is None else wanted
         num_prompt_tokens = len(ask.prompt_ids)
-        if num_prompt_tokens + (wanted or 1) > limits.max_model_len:
+        if num_prompt_tokens + least > limits.max_model_len:
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and {wanted or 1} new ones are asked for; "
+                f"the prompt has {num_prompt_tokens} tokens and {least} new ones are asked for; "
                 f"together they may be {limits.max_model_len} at most",
                 "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
             )
@@ -94,7 +95,7 @@ class GenerationService:
             hints=replace(
                 ask.hints,
                 max_prompt_length=num_prompt_tokens,
-                max_generated_length=wanted or limits.max_model_len - num_prompt_tokens,
+                max_generated_length=limits.max_model_len - num_prompt_tokens if wanted is None else wanted,
                 num_requests=num_sequences,
             ),
             cache_salt=ask.cache_salt,

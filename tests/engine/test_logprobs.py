@@ -119,14 +119,15 @@ def test_a_step_has_few_rows_of_logits_however_long_the_prompt(monkeypatch: pyte
         assert_scores(output, prompt_of(200, seed=number), 2)
 
 
-def test_only_one_of_several_sequences_scores_their_prompt() -> None:
+def test_a_prompt_is_scored_once_for_all_its_sequences() -> None:
     how = SamplingParams(temperature=1.0, num_return_sequences=3, prompt_logprobs=1, seed=5)
     with running(model()) as manager:
         parent = manager.add_request(PROMPT, max_new_tokens=4, sampling=how)
         children = [result_of(manager, f"{parent}__child#{index}") for index in range(2)]
         assert parent is not None
-        assert_scores(result_of(manager, parent), PROMPT, 1)
-    assert all(not child.prompt_logprobs for child in children)
+        own = result_of(manager, parent)
+    assert_scores(own, PROMPT, 1)
+    assert all(child.prompt_logprobs is own.prompt_logprobs for child in children)
 
 
 def test_the_most_likely_tokens_stand_beside_each_sampled_one() -> None:

@@ -29,7 +29,7 @@ def refusal(parse: Any, **fields: Any) -> tuple[str | None, str]:
 def test_a_plain_chat_samples_with_the_defaults_of_openai() -> None:
     assert chat().sampling() == SamplingParams(
         temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, frequency_penalty=0.0, presence_penalty=0.0,
-        repetition_penalty=1.0, min_new_tokens=0, logprobs=False, num_return_sequences=1,
+        repetition_penalty=1.0, min_new_tokens=0, logprobs=False, top_logprobs=0, num_return_sequences=1,
     )  # fmt: skip
 
 
@@ -38,12 +38,13 @@ def test_every_supported_parameter_reaches_the_engine() -> None:
         temperature=0, top_p=0.5, top_k=7, seed=3, max_completion_tokens=9, ignore_eos=True, logprobs=True, user="t",
         session_id="s", stop="x", min_p=0.1, frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.5,
         logit_bias={"5": -100, "6": 1.5}, bad_words=["w"], allowed_token_ids=[5, 6], min_tokens=2, stop_token_ids=[8],
-        n=4,
+        n=4, top_logprobs=3, prompt_logprobs=1,
     )  # fmt: skip
     assert request.sampling([[9]]) == SamplingParams(
         temperature=0.0, top_k=7, top_p=0.5, seed=3, max_new_tokens=9, eos_token_ids=(), logprobs=True, min_p=0.1,
         frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.5, sequence_bias={(5,): -100.0, (6,): 1.5},
         bad_words_ids=[[9]], allowed_token_ids=[5, 6], min_new_tokens=2, stop_token_ids=[8], num_return_sequences=4,
+        top_logprobs=3, prompt_logprobs=1,
     )  # fmt: skip
     assert request.hints() == WorkloadHints(session_id="s", tenant="t")
     assert request.stop == ["x"]
@@ -74,7 +75,10 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     ({"top_p": 0}, "top_p", "greater than 0"),
     ({"top_k": -2}, "top_k", "greater than or equal to -1"),
     ({"seed": 2**63}, "seed", "less than"),
-    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 0}, "max_tokens", "without echo or prompt_logprobs"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one"),
     ({"min_p": 1.5}, "min_p", "less than or equal to 1"),
     ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
@@ -89,7 +93,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     ({"stop": [""]}, "stop[0]", "at least 1 character"),
     ({"stop": "x" * 257}, "stop[0]", "at most 256"),
     ({"logprobs": 1}, "logprobs", "valid boolean"),
-    ({"top_logprobs": 5}, "top_logprobs", "only 0 is supported"),
+    ({"top_logprobs": 5}, "top_logprobs", "needs logprobs=true"),
     ({"presence_penalty": 2.5}, "presence_penalty", "less than or equal to 2"),
     ({"tools": [{"type": "function"}]}, "tools", "only [] is supported"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
@@ -171,9 +175,19 @@ def test_other_prompts_are_refused(prompt: Any, message: str) -> None:
     assert message in refusal(completion, prompt=prompt)[1]
 
 
-def test_log_probabilities_of_alternatives_are_refused() -> None:
-    assert completion(logprobs=0).sampling().logprobs is True
-    assert refusal(completion, logprobs=1)[0] == "logprobs"
+def test_log_probabilities_of_a_completion_are_a_number_of_the_most_likely() -> None:
+    assert completion().sampling().logprobs is False
+    for fields, logprobs, num_top, prompt in (
+        ({"logprobs": 0}, True, 0, None),
+        ({"logprobs": 5}, True, 5, None),
+        ({"logprobs": 5, "echo": True}, True, 5, 5),
+        ({"echo": True}, False, 0, None),
+        ({"prompt_logprobs": 0}, False, 0, 0),
+        ({"logprobs": 2, "echo": True, "prompt_logprobs": 7, "max_tokens": 0}, True, 2, 7),
+    ):
+        sampling = completion(**fields).sampling()
+        assert (sampling.logprobs, sampling.top_logprobs, sampling.prompt_logprobs) == (logprobs, num_top, prompt)
+    assert refusal(completion, logprobs=21)[0] == "logprobs"
 
 
 @pytest.mark.parametrize("body", [

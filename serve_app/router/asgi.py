@@ -1,0 +1,24 @@
+"""The HTTP side of the router, whole: every route over one generation service."""
+
+from fastapi import FastAPI
+
+from serve_app.metrics import Recorder
+from serve_app.router.admin_routes import AdminKey, admin_routes
+from serve_app.router.http import build_http
+from serve_app.router.numbers import RouterNumbers
+from serve_app.router.openai_routes import openai_routes
+from serve_app.router.ops_routes import ops_routes
+from serve_app.router.service import GenerationService
+from serve_app.settings import AppSettings
+
+
+def build_asgi(
+    service: GenerationService, settings: AppSettings, *, recorder: Recorder, numbers: RouterNumbers
+) -> FastAPI:
+    """Gives the application that Ray Serve runs in the router's process. Raises ValueError for a key file at fault."""
+    routers = [
+        openai_routes(service, settings),
+        ops_routes(service.fleet, numbers, model=settings.model_name),
+        admin_routes(service.fleet, AdminKey(settings.admin_key())),
+    ]
+    return build_http(routers, recorder=recorder, admission=service.admission)
