@@ -1,19 +1,21 @@
 """WeightController: the deployment that decides which weights the fleet serves; `fleet_weights` holds its logic."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextvars import Context
 from dataclasses import replace
 from typing import Any
 
 from ray import serve
 
-from serve_app.broadcast import call_all
+from serve_app.broadcast import call_all, kill_replica
 from serve_app.buckets import load_bucket
 from serve_app.fleet_weights import FleetWeights
 from serve_app.messages import (
     CommittedWeights,
     FleetStatus,
+    PauseLease,
+    PauseRequest,
     ReplicaReport,
     RollbackRequest,
     SessionRequest,
@@ -47,6 +49,7 @@ class WeightController:
             model=settings.model,
             folder=settings.weights.folder,
             num_earlier=settings.weights.history_versions,
+            layout=settings.weight_layout,
         )
         recorder = Recorder(CONTROLLER_METRICS, buckets=settings.metrics.buckets)
         self._weights = FleetWeights(
@@ -55,6 +58,8 @@ class WeightController:
             call_all=_call_engines,
             count_running=_count_running_engines,
             recorder=recorder,
+            check_alone=_leave_to_replicas,
+            kill=_kill_engine,
         )
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
@@ -108,6 +113,22 @@ class WeightController:
         )
         return replace(await self._weights.status(), store=store)
 
+    async def pause(self, request: PauseRequest) -> PauseLease:
+        """Has the whole fleet stand still, for a lease."""
+        return await run_uninterrupted(self._weights.pause(request))
+
+    async def renew_pause(self, lease_id: str, lease_s: float | None = None) -> PauseLease:
+        """Prolongs the lease of a pause."""
+        return await self._weights.renew_pause(lease_id, lease_s)
+
+    async def resume(self, lease_id: str | None = None) -> list[str]:
+        """Ends one leased pause, or all of them."""
+        return await self._weights.resume(lease_id)
+
+    async def digests(self, version: int) -> Mapping[str, str]:
+        """Gives the digest of each tensor of a committed version."""
+        return await self._weights.digests(version)
+
     async def committed(self) -> CommittedWeights:
         """Gives what a replica has to serve."""
         return await self._weights.committed()
@@ -139,6 +160,15 @@ async def _call_engines(method: str, argument: object, *, timeout_s: float) -> l
     # Looked up here, because the engine's deployment is bound with a handle to this one.
     handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, serve.get_replica_context().app_name)
     return await call_all(handle, method, argument, timeout_s=timeout_s)
+
+
+async def _leave_to_replicas(_: object) -> None:
+    """Checks nothing: weights are read where a replica runs."""
+
+
+async def _kill_engine(replica_id: str) -> None:
+    application = serve.get_replica_context().app_name
+    await asyncio.to_thread(kill_replica, application, ENGINE_DEPLOYMENT, replica_id)
 
 
 async def _count_running_engines() -> int:

@@ -7,39 +7,47 @@ that does not hear it learns it from its next heartbeat and is out of routing un
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextvars import Context
 from dataclasses import replace
-from pathlib import PurePath
 
-from engine import InvalidRequest, PitstopError, SwapConflict, WeightsSourceError
+from engine import InvalidRequest, PitstopError, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
+from serve_app.fleet_calls import CallAll, FleetCalls
 from serve_app.hub_source import fetch_from_hub
 from serve_app.messages import (
+    Changes,
     CommittedVersion,
     CommittedWeights,
     FleetStatus,
+    PauseLease,
+    PauseOrder,
+    PauseRequest,
     ReplicaReport,
     RollbackRequest,
     SwapOptions,
+    SwapOrder,
     SwapRequest,
     SwapResult,
+    WeightSource,
 )
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
-from serve_app.protocol.errors import VersionUnavailable
+from serve_app.pause_leases import BARRIER, PauseLeases
+from serve_app.protocol.errors import LeaseGone, ManifestError, RollingFailed, VersionUnavailable
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
+from serve_app.stragglers import Stragglers
+from serve_app.swap_checks import MAX_LAYERS, check_lease, check_pause, check_rollback, check_swap
 from serve_app.swap_turn import SwapTurn
-from serve_app.two_phase_swap import CallAll, TwoPhaseSwap
+from serve_app.two_phase_swap import CheckAlone, Kill, TwoPhaseSwap
+from serve_app.uninterrupted import run_uninterrupted
 from serve_app.weight_history import WeightHistory
 
 logger = logging.getLogger("ray.serve.pitstop")
 
-IN_FLIGHT_CHOICES = ("keep", "recompute", "abort")
 RECOVERY_TIMEOUT_S = 10.0
 """For the reports of running replicas after a restart; ten heartbeats."""
 SWAP_OUTCOMES = ("committed", "refused", "conflict", "rolled_back")
-MAX_LABEL_LENGTH = 1024
-"""Characters of a label and of an idempotency key, which the history keeps."""
+FAILURES = ("source", "invalid", "manifest", "rolling", "other")
 
 CountRunning = Callable[[], Awaitable[int]]
 """Gives how many replicas are running and so will report."""
@@ -55,20 +63,33 @@ class FleetWeights:
         *,
         call_all: CallAll,
         count_running: CountRunning,
+        check_alone: CheckAlone,
+        kill: Kill,
         recorder: Recorder | None = None,
     ) -> None:
+        self._settings = settings
         self._history = history
         self._count_running = count_running
+        self._kill = kill
         self._turn = SwapTurn()
         self._reports = ReplicaReports(forget_after_s=settings.forget_after_s)
-        self._two_phases = TwoPhaseSwap(settings, history, self._reports, call_all=call_all)
+        self._calls = FleetCalls(settings, self._reports, call_all=call_all)
+        self._two_phases = TwoPhaseSwap(
+            settings, history, self._reports, calls=self._calls, check_alone=check_alone, kill=kill
+        )
+        self._leases = PauseLeases(finish_timeout_s=settings.finish_timeout_s)
+        self._stragglers = Stragglers(self._reports, converge_timeout_s=settings.converge_timeout_s)
         self._problem: tuple[int, str] | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
         self._recorder = recorder or Recorder(CONTROLLER_METRICS)
+        # From zero, so that the first one is a rise.
         for outcome in SWAP_OUTCOMES:
-            # From zero, so that the first swap is a rise.
             self._recorder.count("pitstop_swaps_total", outcome, amount=0)
+        for reason in FAILURES:
+            self._recorder.count("pitstop_swap_failures_total", reason, amount=0)
+
+    # What replicas ask
 
     async def committed(self) -> CommittedWeights:
         """Gives what every replica has to serve; after a restart only once the replicas were heard."""
@@ -81,17 +102,29 @@ class FleetWeights:
             self._recorder.count("pitstop_replica_starts_total")
             # A replica has started, so what kept another from it is mended.
             self._problem = None
+        for order in report.leases:
+            self._leases.adopt(order)
         await self._recover()
         if report.version > self._history.newest.version:
             # A replica that recovery did not hear of in time; versions only grow, so the others follow it.
             await self._history.adopt(report)
+        self._replace_stragglers()
         self._set_gauges()
-        return await self.committed()
+        committed = await self.committed()
+        return replace(committed, pauses=self._pauses_of(report.replica_id), ended_pauses=self._leases.ended())
+
+    async def digests(self, version: int) -> Mapping[str, str]:
+        """Gives the digest of each tensor of a committed version, none where they are not known any more."""
+        await self._recover()
+        details = await self._history.details(version)
+        return details.digests if details is not None else {}
 
     async def start_failed(self, replica_id: str, error: str) -> None:
         """Keeps for the status why a new replica could not take the committed weights."""
         self._recorder.count("pitstop_replica_start_failures_total")
         self._problem = (self._history.newest.version, f"replica {replica_id} cannot start: {error}")
+
+    # What people and trainers ask
 
     async def status(self) -> FleetStatus:
         """Gives the committed version, those before it, and every replica heard of lately."""
@@ -105,6 +138,7 @@ class FleetWeights:
             phase=self._two_phases.phase if self._turn.swap_id is not None else None,
             history=self._history.listed(),
             problem=self._problem[1] if self._problem is not None and is_current else None,
+            pauses=self._leases.listed(),
         )
 
     async def swap(self, request: SwapRequest) -> SwapResult:
@@ -114,7 +148,7 @@ class FleetWeights:
         idempotency key that another request has used.
         """
         await self._recover()
-        _check_swap(request)
+        check_swap(request)
         return await self._carry_out(request)
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
@@ -123,8 +157,45 @@ class FleetWeights:
         Raises VersionUnavailable where the history does not hold the version, and where its weights are gone.
         """
         await self._recover()
-        _check_options(request)
+        check_rollback(request)
         return await self._carry_out(request)
+
+    async def pause(self, request: PauseRequest) -> PauseLease:
+        """Has every replica stand still until the lease ends; gives it once all do, or raises and pauses none."""
+        await self._recover()
+        check_pause(request)
+        lease = self._leases.grant(request)
+        try:
+            order = self._leases.order(lease)
+            replies = await self._calls.ask_everyone("pause", order, timeout_s=request.lease_s)
+        except BaseException:
+            # Also where the caller has gone: nobody else could end it.
+            await run_uninterrupted(self._end_pauses((lease.lease_id,)))
+            raise
+        kept = self._leases.note_parked(lease.lease_id, sorted(replies))
+        if kept is None:
+            raise LeaseGone(f"the pause took longer than its lease of {lease.lease_s:g} s; ask for a longer one")
+        return kept
+
+    async def renew_pause(self, lease_id: str, lease_s: float | None = None) -> PauseLease:
+        """Puts the end of a pause off, by the length of its lease where none is given. Raises LeaseGone."""
+        if lease_s is not None:
+            check_lease(lease_s)
+        lease = self._leases.renew(lease_id, lease_s)
+        if lease is None:
+            raise LeaseGone(f"pause {lease_id} is over, so the fleet generates; pause again")
+        # Who does not hear it hears it with the next heartbeat.
+        await self._calls.tell("pause", self._leases.order(lease), timeout_s=self._settings.commit_timeout_s)
+        return lease
+
+    async def resume(self, lease_id: str | None = None) -> list[str]:
+        """Ends one pause, or all; gives those that were ended. Raises LeaseGone where this one is over."""
+        known = [lease.lease_id for lease in self._leases.listed()]
+        ending = known if lease_id is None else [one for one in known if one == lease_id]
+        if lease_id is not None and not ending:
+            raise LeaseGone(f"pause {lease_id} is over already")
+        await run_uninterrupted(self._end_pauses(tuple(ending)))
+        return ending
 
     async def metrics(self) -> str:
         """Gives the controller's numbers as Prometheus text."""
@@ -136,14 +207,21 @@ class FleetWeights:
         self._recorder.set_gauge("pitstop_committed_weight_version", value=version)
         for state, count in self._reports.count_states(version).items():
             self._recorder.set_gauge("pitstop_replicas", state, value=count)
+        behind = [version - report.version for report in self._reports.listed(version)]
+        self._recorder.set_gauge("pitstop_weight_skew_versions", value=max([0, *behind]))
+        self._stragglers.look(version)
+        self._recorder.set_gauge("pitstop_weight_skew_seconds", value=self._stragglers.behind_s)
+        self._recorder.set_gauge("pitstop_pause_leases", value=len(self._leases.listed()))
+
+    # One swap
 
     async def _carry_out(self, request: SwapRequest | RollbackRequest) -> SwapResult:
         """Gives what this request has brought before, or brings it now, in its turn."""
-        if (known := self._finished(request)) is not None:
+        if (known := await self._finished(request)) is not None:
             return known
         try:
             async with self._turn.taken(wait_s=request.wait_s) as swap_id:
-                if (known := self._finished(request)) is not None:
+                if (known := await self._finished(request)) is not None:
                     return known
                 self._refuse_used_key(request.idempotency_key)
                 return await self._bring(request, swap_id)
@@ -155,53 +233,96 @@ class FleetWeights:
         """Runs one swap, whose version gets its number here."""
         try:
             if isinstance(request, SwapRequest):
-                result = await self._run(await self._wanted(request), request, swap_id)
+                result = await self._swap(request, swap_id)
             else:
                 result = await self._go_back(request, swap_id)
         except SwapConflict:
             raise
         except PitstopError as error:
-            outcome = "rolled_back" if self._two_phases.was_rolled_back else "refused"
-            self._recorder.count("pitstop_swaps_total", outcome)
+            self._record_failure(error)
             logger.warning("event=swap_refused swap=%s error=%r", swap_id, str(error))
             raise
+        finally:
+            self._leases.end(_barrier_of(swap_id))
+        self._stragglers.expect(result.lagging)
         self._record(result)
         return result
 
-    async def _run(self, version: CommittedVersion, options: SwapOptions, swap_id: str) -> SwapResult:
-        numbered = replace(
-            version,
-            version=self._history.next_version,
-            swap_id=swap_id,
-            requested_by=options.requested_by,
-            idempotency_key=options.idempotency_key,
-        )
-        return await self._two_phases.run(numbered, in_flight=options.in_flight)
-
-    async def _wanted(self, request: SwapRequest) -> CommittedVersion:
+    async def _swap(self, request: SwapRequest, swap_id: str) -> SwapResult:
         source = request.source
         if source.hub is not None:
             self._two_phases.phase = "fetch"
             source = await asyncio.to_thread(fetch_from_hub, source)
-        return CommittedVersion(0, source, request.cast, request.label)
+        version = CommittedVersion(0, source, request.cast, request.label)
+        changes = None
+        if request.partial:
+            newest = self._history.newest
+            changes = Changes(source.folders, newest.version, request.cast)
+            version = replace(
+                version, source=_over(newest.source, source), cast=request.cast or newest.cast, asked=request.source
+            )
+        order = replace(self._order(version, request, swap_id), changes=changes, probes=request.probes)
+        try:
+            return await self._run(version, order, request)
+        except RollingFailed as error:
+            raise await self._return_all(error, request, swap_id) from error
 
     async def _go_back(self, request: RollbackRequest, swap_id: str) -> SwapResult:
         target = self._history.rollback_target(request.version)
         label = f"rollback of {self._history.newest.version} to {target.version}"
-        version = CommittedVersion(0, target.source, target.cast, label, rollback_to=target.version)
+        version = _again(target, label)
         try:
-            return await self._run(version, request, swap_id)
-        except WeightsSourceError as error:
+            return await self._run(version, self._order(version, request, swap_id, target), request)
+        except (WeightsSourceError, WeightsInvalid) as error:
             raise VersionUnavailable(f"there is no going back to version {target.version}: {error}") from error
+        except RollingFailed as error:
+            raise await self._return_all(error, request, swap_id) from error
 
-    def _finished(self, request: SwapRequest | RollbackRequest) -> SwapResult | None:
+    async def _return_all(self, failed: RollingFailed, options: SwapOptions, swap_id: str) -> WeightsError:
+        """Brings the weights from before a rolling swap that failed back to all; gives what to raise."""
+        target = self._history.rollback_target(None)
+        version = _again(target, f"rollback of {self._history.newest.version}, which failed")
+        options = replace(options, on_failure="continue", idempotency_key=None)
+        order = self._order(version, options, f"{swap_id}-back", target)
+        self._turn.swap_id = order.swap_id
+        result = await self._run(version, order, options)
+        self._two_phases.was_rolled_back = True
+        return RollingFailed(
+            f"{failed}; all replicas are back at the weights of version {target.version}, as version {result.version}"
+        )
+
+    async def _run(self, version: CommittedVersion, order: SwapOrder, options: SwapOptions) -> SwapResult:
+        numbered = replace(
+            version,
+            version=order.version,
+            swap_id=order.swap_id,
+            requested_by=options.requested_by,
+            idempotency_key=options.idempotency_key,
+        )
+        return await self._two_phases.run(numbered, order, options)
+
+    def _order(
+        self, version: CommittedVersion, options: SwapOptions, swap_id: str, target: CommittedVersion | None = None
+    ) -> SwapOrder:
+        """Gives the order of a swap; target: the version whose weights these have to be."""
+        return SwapOrder(
+            swap_id,
+            self._history.next_version,
+            version.source,
+            in_flight=options.in_flight,
+            cast=version.cast,
+            pinned=options.pinned,
+            finish_timeout_s=options.finish_timeout_s or self._settings.finish_timeout_s,
+            lease_s=self._settings.lease_s,
+            digest=self._history.digest_of(target) if target is not None else None,
+        )
+
+    async def _finished(self, request: SwapRequest | RollbackRequest) -> SwapResult | None:
         """Gives what this request has brought, unless its swap is still under way."""
         known = self._history.find_key(request.idempotency_key)
         if known is None or known.swap_id == self._turn.swap_id or not _is_of(known, request):
             return None
-        # Only the model the application was started with came without a swap, and it has no idempotency key.
-        assert known.result is not None
-        return known.result
+        return await self._history.result_of(known)
 
     def _refuse_used_key(self, key: str | None) -> None:
         used = self._history.find_key(key)
@@ -209,10 +330,40 @@ class FleetWeights:
             source = used.source or "the configured model"
             raise SwapConflict(f"idempotency_key {key!r} brought version {used.version} from {source}; use another")
 
+    # Inside
+
+    def _pauses_of(self, replica_id: str) -> tuple[PauseOrder, ...]:
+        """Gives the pauses of the fleet, and that of a replica which comes too late for the swap under way."""
+        orders = self._leases.orders()
+        swap_id = self._turn.swap_id
+        if swap_id is None or not self._two_phases.holds_back(replica_id):
+            return orders
+        return (*orders, PauseOrder(_barrier_of(swap_id), self._settings.lease_s))
+
+    async def _end_pauses(self, lease_ids: tuple[str, ...]) -> None:
+        for lease_id in lease_ids:
+            self._leases.end(lease_id)
+        # Who does not hear it hears it with the next heartbeat.
+        await self._calls.tell("end_pauses", lease_ids, timeout_s=self._settings.commit_timeout_s)
+
+    def _replace_stragglers(self) -> None:
+        if self._turn.swap_id is not None:
+            return
+        for name in self._stragglers.overdue(self._history.newest.version):
+            logger.error("event=replica_replaced replica=%s reason='it did not catch up'", name)
+            self._reports.forget(name)
+            self._killing = asyncio.get_running_loop().create_task(run_uninterrupted(self._end_replica(name)))
+
+    async def _end_replica(self, name: str) -> None:
+        await self._kill(name)
+
     def _record(self, result: SwapResult) -> None:
         self._recorder.count("pitstop_swaps_total", "committed")
+        self._recorder.count("pitstop_swap_bytes_total", amount=result.num_bytes * max(1, len(result.replicas)))
         self._recorder.observe("pitstop_swap_stage_seconds", value=result.staged_s)
         self._recorder.observe("pitstop_swap_pause_seconds", value=result.paused_s)
+        for phase, seconds in result.phases_s.items():
+            self._recorder.observe("pitstop_swap_phase_seconds", phase, value=seconds)
         logger.info(
             "event=weights_committed version=%d replicas=%d lagging=%d paused_s=%.4f",
             result.version,
@@ -220,6 +371,11 @@ class FleetWeights:
             len(result.lagging),
             result.paused_s,
         )
+
+    def _record_failure(self, error: PitstopError) -> None:
+        is_back = self._two_phases.was_rolled_back
+        self._recorder.count("pitstop_swaps_total", "rolled_back" if is_back else "refused")
+        self._recorder.count("pitstop_swap_failures_total", _reason_of(error))
 
     async def _recover(self) -> None:
         """Learns, once, what running replicas serve; with none running the application has just started."""
@@ -242,40 +398,44 @@ class FleetWeights:
         self._is_recovered = True
 
 
+def _barrier_of(swap_id: str) -> str:
+    return f"{BARRIER}{swap_id}"
+
+
+def _again(target: CommittedVersion, label: str) -> CommittedVersion:
+    return CommittedVersion(0, target.source, target.cast, label, rollback_to=target.version)
+
+
+def _over(below: WeightSource | None, changes: WeightSource) -> WeightSource:
+    """Gives the whole that a partial source makes with what is served; raises InvalidRequest for too many layers."""
+    under = below or WeightSource(on_model=True)
+    layers = (*under.folders, *changes.folders)
+    if len(layers) > MAX_LAYERS:
+        raise InvalidRequest(
+            f"with this partial swap the weights would lie in {len(layers)} folders, and every replica that starts "
+            f"reads all; at most {MAX_LAYERS} are allowed, so swap whole weights once",
+            "partial",
+        )
+    return WeightSource(layers=layers, on_model=under.on_model)
+
+
 def _is_of(known: CommittedVersion, request: SwapRequest | RollbackRequest) -> bool:
     """Gives whether this request may have brought this version."""
     if isinstance(request, RollbackRequest):
         return known.rollback_to is not None and request.version in (None, known.rollback_to)
-    return known.rollback_to is None and known.source is not None and known.source.as_asked == request.source
+    if known.rollback_to is not None or known.source is None:
+        return False
+    asked = known.asked or known.source.as_asked
+    return asked == request.source and (known.asked is not None) == request.partial
 
 
-def _check_swap(request: SwapRequest) -> None:
-    source = request.source
-    _check_options(request)
-    _check_text(label=request.label, path=source.path, hub=source.hub, revision=source.revision)
-    if source.hub is None and not PurePath(source.path).is_absolute():
-        raise InvalidRequest(f"path is {source.path!r}; it must be absolute, as replicas run in other folders", "path")
-
-
-def _check_options(options: SwapOptions) -> None:
-    """Raises InvalidRequest for what came over a handle, where nobody has checked it."""
-    _check_text(idempotency_key=options.idempotency_key)
-    if options.in_flight not in IN_FLIGHT_CHOICES:
-        raise InvalidRequest(
-            f"in_flight is {options.in_flight!r}; it must be one of {', '.join(IN_FLIGHT_CHOICES)}", "in_flight"
-        )
-
-
-def _check_text(**texts: object) -> None:
-    """Raises InvalidRequest for what the manifest could not hold."""
-    for name, text in texts.items():
-        if text is None:
-            continue
-        if not isinstance(text, str):
-            raise InvalidRequest(f"{name} is {text!r}; it must be text", name)
-        if name != "path" and len(text) > MAX_LABEL_LENGTH:
-            raise InvalidRequest(f"{name} has {len(text)} characters; at most {MAX_LABEL_LENGTH} are kept", name)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidRequest(f"{name} is {text!r}, which has half a surrogate pair; use another", name) from None
+def _reason_of(error: PitstopError) -> str:
+    kinds: tuple[tuple[type[PitstopError], str], ...] = (
+        (WeightsSourceError, "source"),
+        (VersionUnavailable, "source"),
+        (WeightsInvalid, "invalid"),
+        (ManifestError, "manifest"),
+        (RollingFailed, "rolling"),
+    )
+    cause = error.__cause__
+    return next((reason for kind, reason in kinds if isinstance(error, kind) or isinstance(cause, kind)), "other")

@@ -132,7 +132,7 @@ class ManifestFile:
         try:
             self._rename_over(_encode(manifest))
             try:
-                _sync_folder(self._folder)
+                sync_folder(self._folder)
             except OSError:
                 # The caller takes it for not written, so a restart must not find it.
                 if before is not None:
@@ -147,7 +147,7 @@ class ManifestFile:
         # One name, as the lock is held: what a crash leaves behind is written over.
         beside = self._path.with_suffix(".new")
         try:
-            _write_durably(beside, content)
+            write_durably(beside, content)
             beside.replace(self._path)
         except OSError:
             with suppress(OSError):
@@ -212,7 +212,8 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _write_durably(path: Path, content: bytes) -> None:
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a file whose content outlives a crash; its name does so only once the folder is synced."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         left = memoryview(content)
@@ -223,7 +224,7 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes the names in a folder durable, and with them a rename."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -82,14 +82,22 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Where new weights come from. path: a Hugging Face folder of safetensors that every replica can read.
+    """Where new weights come from: a folder of safetensors that every replica can read, or several.
 
+    path: the one folder. layers: several, of which a later one overrides the tensors of an earlier one; path is then
+    empty. on_model: they lie over the model that the application was started with, which has what they leave out.
     hub, revision: a model of the hub; the controller fetches it once and puts the folder into path.
     """
 
     path: str = ""
+    layers: tuple[str, ...] = ()
+    on_model: bool = False
     hub: str | None = None
     revision: str | None = None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        return self.layers or ((self.path,) if self.path else ())
 
     @property
     def as_asked(self) -> "WeightSource":
@@ -97,19 +105,44 @@ class WeightSource:
         return replace(self, path="") if self.hub is not None else self
 
     def __str__(self) -> str:
-        return self.hub + (f" at {self.revision}" if self.revision else "") if self.hub is not None else self.path
+        if self.hub is not None:
+            return f"{self.hub} at {self.revision}" if self.revision else self.hub
+        under = ("the configured model",) if self.on_model else ()
+        return " under ".join((*under, *self.folders))
+
+
+@dataclass(frozen=True, slots=True)
+class Probes:
+    """Prompts, as ids, of which staged weights are to give the log-probabilities before they are committed.
+
+    Each has one for every id after the first. They must be finite and, where a reference of the same shape is given,
+    nowhere further from it than max_abs_difference.
+    """
+
+    prompts: list[list[int]]
+    reference: list[list[float]] | None = None
+    max_abs_difference: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwapOptions:
     """How weights are to be brought to the fleet.
 
-    in_flight: what becomes of running requests. wait_s: how long to wait for a swap that is under way. A request with
-    the idempotency_key of a committed one gets that one's result and changes nothing. requested_by says where the
-    request came from.
+    in_flight: what becomes of running requests: keep, recompute, finish or abort. pinned: of those pinned to a version:
+    finish them first, or end them. finish_timeout_s: how long to wait for those that finish; None is the setting.
+    strategy: synchronous (no two versions ever generate at once) or rolling, max_paused replicas at a time, and then
+    on_failure: continue (a replica that fails is replaced) or rollback. verify: read the weights back afterwards.
+    wait_s: how long to wait for a swap that is under way. A request with the idempotency_key of a committed one gets
+    that one's result and changes nothing. requested_by says where the request came from.
     """
 
     in_flight: str = "keep"
+    pinned: str = "finish"
+    finish_timeout_s: float | None = None
+    strategy: str = "synchronous"
+    max_paused: int = 1
+    on_failure: str = "continue"
+    verify: bool = False
     wait_s: float = 0.0
     idempotency_key: str | None = None
     requested_by: str = ""
@@ -117,10 +150,16 @@ class SwapOptions:
 
 @dataclass(frozen=True, slots=True)
 class SwapRequest(SwapOptions):
-    """New weights for the fleet, as somebody asks the controller for them. label is for people."""
+    """New weights for the fleet, as somebody asks the controller for them.
+
+    partial: tensors that the source leaves out keep their values. cast: convert tensors of another dtype instead of
+    refusing them. label is for people.
+    """
 
     source: WeightSource
+    partial: bool = field(default=False, kw_only=True)
     cast: bool = field(default=False, kw_only=True)
+    probes: Probes | None = field(default=None, kw_only=True)
     label: str = field(default="", kw_only=True)
 
 
@@ -132,8 +171,22 @@ class RollbackRequest(SwapOptions):
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """A partial update: folders of what changes in the weights of version `base`."""
+
+    folders: tuple[str, ...]
+    base: int
+    cast: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class SwapOrder:
-    """One swap, as the controller sends it to every replica."""
+    """One swap, as the controller sends it to every replica, for each of its phases.
+
+    changes: enough for a replica that serves the version it is based on; source is always the whole.
+    finish_timeout_s: for requests that finish first. lease_s: after it a parked replica that has not voted resumes by
+    itself. targets: the replicas that are meant; None is all.
+    """
 
     swap_id: str
     version: int
@@ -141,11 +194,32 @@ class SwapOrder:
     """None is the model the application was started with."""
     in_flight: str = "keep"
     cast: bool = False
+    changes: Changes | None = None
+    probes: Probes | None = None
+    pinned: str = "finish"
+    finish_timeout_s: float = 300.0
+    lease_s: float = 10.0
+    digest: str | None = None
+    """What these weights have to be, where it is known."""
+    targets: frozenset[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PauseOrder:
+    """A leased pause, as the controller tells replicas of it; the same id again puts its end further away."""
+
+    lease_id: str
+    remaining_s: float
+    in_flight: str = "keep"
+    finish_timeout_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True)
 class SwapReply:
-    """A replica's answer to stage, commit or abort. error is one sentence, error_type its class in engine.errors."""
+    """A replica's answer to one phase of a swap, or to a pause, whose lease then is the swap_id.
+
+    error is one sentence, error_type its class in engine.errors. paused_s: from parked to running.
+    """
 
     replica_id: str
     version: int
@@ -155,6 +229,19 @@ class SwapReply:
     tensor: str | None = None
     staged_s: float = 0.0
     paused_s: float = 0.0
+    swap_id: str = ""
+    phase: str = ""
+    digest: str = ""
+    num_bytes: int = 0
+    is_streamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StagedDetails:
+    """What one replica has staged, tensor by tensor: digests by name, and the names that a partial source leaves."""
+
+    digests: dict[str, str] = field(default_factory=dict)
+    unchanged: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +256,114 @@ class SwapResult:
     total_s: float
     swap_id: str = ""
     lagging: list[str] = field(default_factory=list)
-    """Replicas that have not confirmed the version yet: out of routing until they have caught up."""
+    """Replicas that have not confirmed the version yet: out of routing until they have caught up, or replaced."""
+    strategy: str = "synchronous"
+    digest: str = ""
+    num_bytes: int = 0
+    """Read by each replica."""
+    is_streamed: bool = False
+    """Whether a replica had too little memory to stage beside the old weights, and read them inside the pause."""
+    unchanged: list[str] = field(default_factory=list)
+    """The tensors that a partial source left as they were."""
+    phases_s: dict[str, float] = field(default_factory=dict)
+    """Duration of each phase, in seconds."""
+    verified: list[str] = field(default_factory=list)
+    """Replicas whose weights were read back and are those that were staged."""
+    replaced: list[str] = field(default_factory=list)
+    """Replicas that failed after the commit and were ended, so that Serve starts others at this version."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedVersion:
+    """A line of the history: a version that was committed, from where, when, and who asked for it."""
+
+    version: int
+    source: WeightSource | None = None
+    """None is the model the application was started with."""
+    cast: bool = False
+    label: str = ""
+    swap_id: str | None = None
+    committed_at: str = ""
+    """UTC, ISO 8601; empty for the model the application was started with."""
+    requested_by: str = ""
+    idempotency_key: str | None = None
+    rollback_to: int | None = None
+    """The version whose weights these are, where a rollback brought them."""
+    result: SwapResult | None = None
+    """What became of the swap, as far as it was known when this was written."""
+    digest: str = ""
+    """Over all tensors; empty where it is not known."""
+    layout: str = ""
+    """How replicas held the weights when the digest was made: of another layout it cannot be compared."""
+    record_sha256: str = ""
+    """Of the file with the digest of each tensor."""
+    asked: WeightSource | None = None
+    """What a partial swap asked for; source is what it lies over, with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """What a replica tells the controller about once a second."""
+
+    replica_id: str
+    version: int
+    state: str
+    """loading, ready, staging, staged, paused, draining, lagging or unhealthy."""
+    source: WeightSource | None = None
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    age_s: float = 0.0
+    error: str | None = None
+    """Why the replica has not caught up with the committed version yet, after an attempt that failed."""
+    num_ranks: int = 1
+    """Processes that the model is cut over."""
+    swap_id: str | None = None
+    """The swap that brought its version."""
+    reply: SwapReply | None = None
+    """To the latest phase of a swap, in case its answer was lost."""
+    leases: tuple[PauseOrder, ...] = ()
+    """The leased pauses it stands in."""
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedWeights:
+    """What every replica has to serve. source None is the model the application was started with."""
+
+    version: int
+    source: WeightSource | None = None
+    cast: bool = False
+    swap_id: str | None = None
+    """The swap that brought this version; None where it is not known any more."""
+    swap_in_progress: str | None = None
+    """The swap that the controller drives; a replica ends by itself what is left of any other."""
+    digest: str | None = None
+    pauses: tuple[PauseOrder, ...] = ()
+    """The pauses that the replica has to stand in; it leaves them when their time is up."""
+    ended_pauses: tuple[str, ...] = ()
+    """Those that ended lately, by their ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseRequest:
+    """A pause of the whole fleet, until lease_s have passed without a renewal."""
+
+    lease_s: float
+    in_flight: str = "keep"
+    requested_by: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PauseLease:
+    """A pause of the whole fleet that somebody holds; it ends by itself after remaining_s."""
+
+    lease_id: str
+    lease_s: float
+    remaining_s: float
+    in_flight: str = "keep"
+    requested_by: str = ""
+    replicas: list[str] = field(default_factory=list)
+    """Those that stood still when it was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,58 +390,6 @@ class SessionState:
 
 
 @dataclass(frozen=True, slots=True)
-class CommittedVersion:
-    """A line of the history: a version that was committed, from where, when, and who asked for it."""
-
-    version: int
-    source: WeightSource | None = None
-    """None is the model the application was started with."""
-    cast: bool = False
-    label: str = ""
-    swap_id: str | None = None
-    committed_at: str = ""
-    """UTC, ISO 8601; empty for the model the application was started with."""
-    requested_by: str = ""
-    idempotency_key: str | None = None
-    rollback_to: int | None = None
-    """The version whose weights these are, where a rollback brought them."""
-    result: SwapResult | None = None
-    """What became of the swap, as far as it was known when this was written."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
-    """What a replica tells the controller about once a second."""
-
-    replica_id: str
-    version: int
-    state: str
-    """loading, ready, staging, staged, paused, lagging or unhealthy."""
-    source: WeightSource | None = None
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_usage: float = 0.0
-    age_s: float = 0.0
-    error: str | None = None
-    """Why the replica has not caught up with the committed version yet, after an attempt that failed."""
-    num_ranks: int = 1
-    """Processes that the model is cut over."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommittedWeights:
-    """What every replica has to serve. source None is the model the application was started with."""
-
-    version: int
-    source: WeightSource | None = None
-    cast: bool = False
-    swap_id: str | None = None
-    """The swap that brought this version; None where it is not known any more."""
-    swap_in_progress: str | None = None
-    """The swap whose staged weights are still wanted; a replica drops those of any other."""
-
-
-@dataclass(frozen=True, slots=True)
 class StoreStatus:
     """Where weights that came as tensors are kept. is_durable: it was configured, and is no temporary folder."""
 
@@ -265,9 +407,10 @@ class FleetStatus:
     replicas: list[ReplicaReport]
     swap_in_progress: str | None = None
     phase: str | None = None
-    """What the swap under way is doing: fetch, stage, commit or abort."""
+    """What the swap under way is doing: fetch, stage, park, vote, commit, resume, verify or abort."""
     history: list[CommittedVersion] = field(default_factory=list)
     """Newest first; the first one is the committed version."""
     problem: str | None = None
     """Why the latest replica that wanted to start could not take the committed weights."""
+    pauses: list[PauseLease] = field(default_factory=list)
     store: StoreStatus | None = None

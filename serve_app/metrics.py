@@ -215,6 +215,12 @@ CONTROLLER_METRICS = (
     MetricSpec(
         "pitstop_replica_start_failures_total", "counter", "Replicas that could not take the committed weights."
     ),
+    MetricSpec("pitstop_swap_failures_total", "counter", "Swaps that were not committed, by what failed.", ("reason",)),
+    MetricSpec("pitstop_swap_phase_seconds", "histogram", "Duration of each phase of committed swaps.", ("phase",)),
+    MetricSpec("pitstop_swap_bytes_total", "counter", "Bytes of weights that replicas read for committed swaps."),
+    MetricSpec("pitstop_weight_skew_versions", "gauge", "Versions that the last replica is behind the committed one."),
+    MetricSpec("pitstop_weight_skew_seconds", "gauge", "Time for which some replica has been behind."),
+    MetricSpec("pitstop_pause_leases", "gauge", "Leased pauses of the fleet in force."),
     MetricSpec("pitstop_swap_stage_seconds", "histogram", "Time to stage new weights on the whole fleet."),
     MetricSpec(
         "pitstop_swap_pause_seconds", "histogram", "Longest pause of a replica in a swap.", buckets=PAUSE_BUCKETS_S

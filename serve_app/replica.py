@@ -8,7 +8,6 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncGenerator
-from contextvars import Context
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,13 +25,16 @@ from engine import (
     SamplingParams,
     TokenConstraint,
 )
+from serve_app.fleet_member import CannotJoin, ControllerCalls, FleetMember
 from serve_app.grammar import GrammarCompiler
+from serve_app.leased_pauses import LeasedPauses
 from serve_app.load_meter import LoadMeter
 from serve_app.manifest import FILE_NAME as MANIFEST_NAME
 from serve_app.messages import (
-    CommittedWeights,
     GenerateRequest,
+    PauseOrder,
     ReplicaReport,
+    StagedDetails,
     SwapOrder,
     SwapReply,
     TokenEvent,
@@ -49,10 +51,6 @@ from serve_app.weight_follower import WeightFollower
 
 logger = logging.getLogger("ray.serve.pitstop")
 
-CONTROLLER_TIMEOUT_S = 60.0
-"""A replica and the controller start at the same time; this is for the slower machine to start one process."""
-HEARTBEAT_TIMEOUT_S = 15.0
-"""Above the time a restarted controller takes to collect reports before it answers."""
 STOP_TIMEOUT_S = 5.0
 """For the step in progress; the streams have ended by then or are cut."""
 
@@ -69,10 +67,8 @@ class EngineReplica:
         self._replica_id = serve.get_replica_context().replica_tag
         self._streams: dict[str, TokenStream] = {}
         self._recorder = Recorder(REPLICA_METRICS, buckets=settings.metrics.buckets)
-        self._catching_up: asyncio.Task[bool] | None = None
         self._is_unhealthy = False
         self._hears_controller = True
-        self._confirmation: asyncio.Task[None] | None = None
         path = await asyncio.to_thread(resolve_model, settings.model)
         await self._start_engine(path)
         self._grammars = GrammarCompiler(
@@ -82,7 +78,10 @@ class EngineReplica:
         )
         self._meter = LoadMeter(settings.autoscaling)
         self._follower = WeightFollower(self._manager, replica_id=self._replica_id, base_path=path)
-        await self._take_committed_weights()
+        self._pauses = LeasedPauses(self._manager, replica_id=self._replica_id)
+        calls = _calls_of(controller, self._replica_id)
+        self._member = FleetMember(self._follower, self._pauses, controller=calls, report=self.report)
+        await self._join()
         self._set_gauges()
         start_mirror(self._exposition, settings.metrics)
         self._heartbeat_task = asyncio.get_running_loop().create_task(self._send_heartbeats())
@@ -96,7 +95,7 @@ class EngineReplica:
         Raises InvalidRequest and its kinds, QueueFull, WeightVersionUnavailable, EngineStopped and EngineDead before
         the first event; whatever fails later is the last event.
         """
-        await self._confirm_weights()
+        await self._member.confirm()
         self._check_version(request)
         if request.request_id in self._streams:
             raise DuplicateRequest(f"request {request.request_id} is in flight already", param="request_id")
@@ -130,13 +129,45 @@ class EngineReplica:
         """Reads and verifies new weights beside the serving ones."""
         return await self._follower.stage(order)
 
+    async def details(self, order: SwapOrder) -> StagedDetails | None:
+        """Gives what is staged for a swap, tensor by tensor."""
+        return await self._follower.details(order)
+
+    async def park(self, order: SwapOrder) -> SwapReply:
+        """Stands still between two steps."""
+        return await self._follower.park(order)
+
+    async def vote(self, order: SwapOrder) -> SwapReply:
+        """Promises to stand still until the controller says what became of the swap."""
+        return await self._follower.vote(order)
+
+    async def drain(self, order: SwapOrder) -> SwapReply:
+        """Takes no new requests until the swap has ended here."""
+        return await self._follower.drain(order)
+
     async def commit(self, order: SwapOrder) -> SwapReply:
         """Exchanges the serving weights for the staged ones between two steps."""
         return await self._follower.commit(order)
 
-    async def abort(self, swap_id: str) -> SwapReply:
-        """Drops what was staged for a swap."""
-        return await self._follower.abort(swap_id)
+    async def resume(self, order: SwapOrder) -> SwapReply:
+        """Generates again after a commit."""
+        return await self._follower.resume(order)
+
+    async def abort(self, order: SwapOrder) -> SwapReply:
+        """Drops what was staged for a swap, and generates again."""
+        return await self._follower.abort(order)
+
+    async def verify(self, order: SwapOrder) -> SwapReply:
+        """Reads the serving weights back."""
+        return await self._follower.verify(order)
+
+    async def pause(self, order: PauseOrder) -> SwapReply:
+        """Stands still while somebody leases it."""
+        return await self._pauses.pause(order)
+
+    async def end_pauses(self, lease_ids: tuple[str, ...]) -> None:
+        """Ends leased pauses before their time."""
+        await self._pauses.end(lease_ids)
 
     async def report(self) -> ReplicaReport:
         """Gives what this replica serves and how busy it is."""
@@ -144,13 +175,16 @@ class EngineReplica:
         return ReplicaReport(
             replica_id=self._replica_id,
             version=self._follower.version,
-            state="unhealthy" if self._is_unhealthy else self._follower.state,
+            state=self._state,
             source=self._follower.source,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             kv_usage=stats.kv_usage,
             error=self._follower.error,
             num_ranks=self._settings.replicas.tensor_parallel_size,
+            swap_id=self._follower.swap_id,
+            reply=self._follower.reply,
+            leases=self._pauses.orders,
         )
 
     # Numbers
@@ -165,7 +199,7 @@ class EngineReplica:
         load = self._meter.load(self._manager.stats(), self._streams.values())
         return self._meter.routing_stats(
             load,
-            is_fenced=self._is_unhealthy or self._follower.is_lagging,
+            is_fenced=self._is_unhealthy or self._follower.is_fenced,
             weight_version=self._follower.version,
         )
 
@@ -217,6 +251,13 @@ class EngineReplica:
         logger.error("event=rank_lost replica=%s reason=%r", self._replica_id, reason)
         logging.shutdown()
         os._exit(1)
+
+    @property
+    def _state(self) -> str:
+        if self._is_unhealthy:
+            return "unhealthy"
+        state = self._follower.state
+        return "paused" if state == "ready" and self._pauses.is_parked else state
 
     @property
     def _rank(self) -> str:
@@ -303,18 +344,12 @@ class EngineReplica:
         target_s = self._settings.autoscaling.target_work_s
         self._recorder.set_gauge("pitstop_work_target_seconds", self._rank, value=target_s)
 
-    async def _take_committed_weights(self) -> None:
+    async def _join(self) -> None:
         """Brings a new replica to the committed version; raises when it cannot, so that it never gets ready."""
-        while True:
-            committed = await self._ask(CONTROLLER_TIMEOUT_S)
-            if not self._follower.is_behind(committed):
-                return
-            if not await self._follower.catch_up(committed):
-                reason = f"weight version {committed.version} cannot be loaded: {self._follower.error}"
-                # So that the status says it; this replica will not report.
-                told = _result(self._controller.start_failed.remote(self._replica_id, reason))
-                await asyncio.wait_for(told, HEARTBEAT_TIMEOUT_S)
-                raise RuntimeError(reason + self._way_out)
+        try:
+            await self._member.join()
+        except CannotJoin as error:
+            raise RuntimeError(f"{error}{self._way_out}") from error
 
     @property
     def _way_out(self) -> str:
@@ -322,29 +357,14 @@ class EngineReplica:
         forget = f", or delete {folder}/{MANIFEST_NAME} to begin anew at the configured model" if folder else ""
         return f"; bring these weights back{forget}"
 
-    async def _confirm_weights(self) -> None:
-        """Lets the first requests wait for one more look: a swap may have ended while the replica was starting."""
-        if self._confirmation is None:
-            self._confirmation = asyncio.get_running_loop().create_task(self._confirm(), context=Context())
-        await asyncio.shield(self._confirmation)
-
-    async def _confirm(self) -> None:
-        try:
-            await self._follower.catch_up(await self._ask(HEARTBEAT_TIMEOUT_S))
-        except Exception:
-            # A controller that is away must not stop a replica that can serve.
-            logger.exception("event=confirm_failed replica=%s", self._replica_id)
-
-    async def _ask(self, timeout_s: float) -> CommittedWeights:
-        answer: CommittedWeights = await asyncio.wait_for(_result(self._controller.committed.remote()), timeout_s)
-        return answer
-
     async def _send_heartbeats(self) -> None:
         interval_s = self._settings.weights.heartbeat_interval_s
         while True:
             self._check_engine()
             try:
-                await self._heartbeat()
+                await self._member.beat()
+                self._meter.decay()
+                self._set_gauges()
                 self._hears_controller = True
             except Exception:
                 # Ray raises many kinds while the controller is away; serving goes on, and the next beat tries again.
@@ -353,22 +373,6 @@ class EngineReplica:
                     logger.exception("event=heartbeat_failed replica=%s", self._replica_id)
                 self._hears_controller = False
             await asyncio.sleep(interval_s)
-
-    async def _heartbeat(self) -> None:
-        staged_swap_id = self._follower.staged_swap_id
-        report = await self.report()
-        committed: CommittedWeights = await asyncio.wait_for(
-            _result(self._controller.heartbeat.remote(report)), HEARTBEAT_TIMEOUT_S
-        )
-        self._meter.decay()
-        self._set_gauges()
-        is_orphan = staged_swap_id is not None and staged_swap_id != committed.swap_in_progress
-        if is_orphan and committed.version <= self._follower.version:
-            await self._follower.abort(str(staged_swap_id))
-        is_idle = self._catching_up is None or self._catching_up.done()
-        if self._follower.is_behind(committed) and is_idle:
-            # Beside the heartbeat, which has to go on while a large model is read.
-            self._catching_up = asyncio.get_running_loop().create_task(self._follower.catch_up(committed))
 
     def _check_engine(self) -> None:
         """Ends every open stream when the engine can no longer do so itself."""
@@ -381,6 +385,16 @@ class EngineReplica:
             self._is_unhealthy = True
             for stream in self._streams.values():
                 stream.fail(str(error))
+
+
+def _calls_of(controller: DeploymentHandle[Any], replica_id: str) -> ControllerCalls:
+    handle: Any = controller
+    return ControllerCalls(
+        heartbeat=lambda report: _result(handle.heartbeat.remote(report)),
+        committed=lambda: _result(handle.committed.remote()),
+        digests=lambda version: _result(handle.digests.remote(version)),
+        start_failed=lambda reason: _result(handle.start_failed.remote(replica_id, reason)),
+    )
 
 
 async def _result(response: Any) -> Any:

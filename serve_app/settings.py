@@ -126,6 +126,11 @@ class WeightSettings(Section):
 
     stage_timeout_s: for reading and checking new weights on every replica; a slow shared disk needs minutes.
     commit_timeout_s: for the pause and the exchange on every replica; a step is short, so this only ends hangs.
+    finish_timeout_s: for requests that a swap lets finish first, where it names no time of its own; then it is refused.
+    lease_s: after which a replica that stands still for a swap, and has not voted, resumes without its controller.
+    converge_timeout_s: after which a replica that is still behind the committed version is ended, so that Serve starts
+        another at that version; long enough to read the weights again.
+    drain_s: between leading requests away from a replica and pausing it, in a rolling swap; two reports to the routers.
     heartbeat_interval_s: between two reports of a replica to the controller.
     forget_after_s: after which a silent replica is no longer expected to answer; a few missed heartbeats.
     folder: absolute path of an existing folder for the manifest of committed versions, one for each application, on a
@@ -144,6 +149,10 @@ class WeightSettings(Section):
 
     stage_timeout_s: float = Field(default=600.0, gt=0)
     commit_timeout_s: float = Field(default=60.0, gt=0)
+    finish_timeout_s: float = Field(default=300.0, gt=0)
+    lease_s: float = Field(default=10.0, gt=0)
+    converge_timeout_s: float = Field(default=300.0, gt=0)
+    drain_s: float = Field(default=0.5, ge=0)
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
     forget_after_s: float = Field(default=5.0, gt=0)
     folder: str | None = None
@@ -268,6 +277,11 @@ class AppSettings(Section):
     def model_name(self) -> str:
         """The name under which clients ask for the model."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    @property
+    def weight_layout(self) -> str:
+        """How replicas hold the weights: digests made under another layout cannot be compared."""
+        return f"{self.dtype} on {self.device} over {self.replicas.tensor_parallel_size}"
 
     @property
     def engine_config(self) -> ContinuousBatchingConfig:

@@ -234,7 +234,11 @@ class SwapSessions:
         known = self._history.find_key(request.swap.idempotency_key)
         if known is None:
             return None
-        if known.source is None or known.result is None or not self._store.holds(known.source.path):
+        if (
+            known.source is None
+            or known.result is None
+            or not any(self._store.holds(folder) for folder in known.source.folders)
+        ):
             raise SwapConflict(
                 f"idempotency_key {known.idempotency_key!r} brought version {known.version}; use another"
             )
@@ -262,4 +266,4 @@ def _gone(session_id: str, reason: str) -> SwapSessionGone:
 
 
 def _folders(source: WeightSource | None) -> list[str]:
-    return [source.path] if source is not None and source.path else []
+    return list(source.folders) if source is not None else []

@@ -2,175 +2,314 @@
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
-from engine import WeightsError, WeightsInvalid, WeightsSourceError
-from serve_app.messages import CommittedVersion, SwapOrder, SwapReply, SwapResult
-from serve_app.protocol.errors import ManifestError
+from engine import PitstopError, WeightsError, WeightsInvalid
+from serve_app.fleet_calls import FleetCalls, raise_refusals
+from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, SwapOrder, SwapReply, SwapResult
+from serve_app.protocol.errors import ManifestError, RollingFailed
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
 from serve_app.weight_history import WeightHistory, now
 
 logger = logging.getLogger("ray.serve.pitstop")
 
-MISSING_PATIENCE = 3
-"""Times `forget_after_s`: long enough for Ray to reach a new replica, and for a lost one to be forgotten."""
+FINISH_MARGIN_S = 5.0
+"""For the answer of a replica that has waited for its requests as long as it may."""
 
-CallAll = Callable[..., Awaitable[list[Any]]]
-"""Calls (method, argument, timeout_s=...) on every running replica and gives the answers, as `broadcast.call_all`."""
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What the controller finds of weights by itself, where no replica runs."""
+
+    digest: str
+    num_bytes: int
+    details: StagedDetails
+
+
+CheckAlone = Callable[[SwapOrder], Awaitable[Checked | None]]
+"""Verifies a source without a replica; None where replicas run, and so have to do it."""
+Kill = Callable[[str], Awaitable[None]]
+"""Ends the process of a replica, so that Serve starts another; nothing happens where it is gone."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """What is known of the swap under way. participants: those that staged, from then on until all have resumed."""
+
+    order: SwapOrder
+    options: SwapOptions
+    started_at: float
+    participants: frozenset[str] = frozenset()
+    staged: list[SwapReply] = field(default_factory=list)
+    details: StagedDetails = field(default_factory=StagedDetails)
+    phases_s: dict[str, float] = field(default_factory=dict)
+    paused_s: float = 0.0
+    done: set[str] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
+    verified: set[str] = field(default_factory=set)
 
 
 class TwoPhaseSwap:
     """Brings one version after another to the fleet; its caller sees to it that they do not overlap.
 
-    Invariant: the history changes only between staging and committing, and back only where it is certain that no
-    replica has the new version.
+    Invariants: the history changes only after every replica has staged, and in a synchronous swap after every replica
+    stands still and has voted; it changes back only where it is certain that no replica has the new version. In a
+    synchronous swap nobody resumes before all have committed, but those that are silent or failed: they stay parked.
     """
 
     def __init__(
-        self, settings: WeightSettings, history: WeightHistory, reports: ReplicaReports, *, call_all: CallAll
+        self,
+        settings: WeightSettings,
+        history: WeightHistory,
+        reports: ReplicaReports,
+        *,
+        calls: FleetCalls,
+        check_alone: CheckAlone,
+        kill: Kill,
     ) -> None:
-        self._deadlines = settings
+        self._settings = settings
         self._history = history
         self._reports = reports
-        self._call_all = call_all
+        self._calls = calls
+        self._check_alone = check_alone
+        self._kill = kill
+        self._running: _Running | None = None
         self.was_rolled_back = False
         """Whether the latest swap was committed and taken back."""
         self.phase = "stage"
-        """What the swap under way is doing: fetch, stage, commit or abort."""
+        """What the swap under way is doing; see `FleetStatus.phase`."""
 
-    async def run(self, version: CommittedVersion, *, in_flight: str) -> SwapResult:
+    def holds_back(self, replica_id: str) -> bool:
+        """Gives whether this replica, which takes no part, may not generate before the swap under way has ended."""
+        running = self._running
+        if running is None or running.options.strategy == "rolling" or not running.participants:
+            return False
+        return replica_id not in running.participants
+
+    async def run(self, version: CommittedVersion, order: SwapOrder, options: SwapOptions) -> SwapResult:
         """Commits these weights on every replica, or raises with the old ones serving everywhere."""
-        started = time.monotonic()
         self.was_rolled_back = False
+        self._running = running = _Running(order, options, _clock())
+        try:
+            return await self._run(version, running)
+        finally:
+            self._running = None
+
+    async def _run(self, version: CommittedVersion, running: _Running) -> SwapResult:
         previous = self._history.newest.version
-        order = SwapOrder(str(version.swap_id), version.version, version.source, in_flight, version.cast)
         # Before the weights are read, which takes minutes where they are large.
         await self._history.check_writable()
-        logger.info("event=swap_started swap=%s version=%d", order.swap_id, order.version)
-        staged = await self._stage(order)
-        staged_s = round(time.monotonic() - started, 4)
-        result = SwapResult(
-            version=order.version,
-            previous_version=previous,
-            replicas=[],
-            staged_s=staged_s,
-            paused_s=0.0,
-            total_s=staged_s,
-            swap_id=order.swap_id,
-            lagging=sorted(staged),
-        )
-        await self._decide(replace(version, committed_at=now(), result=result))
-        replies = await self._commit(order)
-        done = sorted(reply.replica_id for reply in replies)
-        result = replace(
-            result,
-            replicas=done,
-            paused_s=round(max((reply.paused_s for reply in replies), default=0.0), 4),
-            total_s=round(time.monotonic() - started, 4),
-            lagging=sorted((staged | self._reports.names()) - set(done)),
-        )
+        logger.info("event=swap_started swap=%s version=%d", running.order.swap_id, running.order.version)
+        version = await self._stage(version, running)
+        if not running.participants:
+            await self._decide(version, running, previous)
+        elif running.options.strategy == "rolling":
+            await self._roll(version, running, previous)
+        else:
+            await self._commit_together(version, running, previous)
+        if running.options.verify:
+            await self._verify(running)
+        result = self._result(running, previous)
         await self._history.keep_result(result)
         return result
 
-    async def _stage(self, order: SwapOrder) -> set[str]:
-        """Gives the replicas that have staged; where one has not, tells all to drop it and raises."""
-        self.phase = "stage"
+    # Staging
+
+    async def _stage(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
+        """Has everybody stage, and gives the version with its digest; where one refuses, all drop it."""
         try:
-            return await self._stage_everywhere(order)
-        except WeightsError:
-            await self._abort(order.swap_id)
+            with self._timed("stage", running):
+                return await self._stage_everywhere(version, running)
+        except PitstopError:
+            await self._abort(running)
             raise
 
-    async def _stage_everywhere(self, order: SwapOrder) -> set[str]:
-        """Asks until every replica that reports has staged.
+    async def _stage_everywhere(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
+        order = running.order
+        replies = await self._calls.ask_everyone("stage", order, timeout_s=self._settings.stage_timeout_s)
+        if not replies:
+            return await self._stage_alone(version, running)
+        running.staged = [replies[name] for name in sorted(replies)]
+        running.participants = frozenset(replies)
+        digest = _common_digest(running.staged)
+        running.details = await self._details(order, running.staged[0].replica_id)
+        return await self._history.keep_details(replace(version, digest=digest), running.details)
 
-        Ray reaches a replica a moment after its first report, and one that is gone is heard of for a while yet. Asking
-        again costs nothing where the weights are staged already.
-        """
-        deadline: float | None = None
-        while True:
-            replies = await self._ask("stage", order, self._deadlines.stage_timeout_s)
-            _raise_refusals(replies)
-            staged = {reply.replica_id for reply in replies}
-            missing = sorted(self._reports.names() - staged)
-            if not missing and not staged:
-                raise WeightsError(
-                    "no replica is running, so no weights were loaded; try again when the fleet is ready"
-                )
-            if not missing:
-                return staged
-            deadline = deadline or time.monotonic() + MISSING_PATIENCE * self._deadlines.forget_after_s
-            if time.monotonic() > deadline:
-                raise WeightsError(f"replica {missing[0]} runs but did not stage the weights; try again")
-            await asyncio.sleep(self._deadlines.heartbeat_interval_s / 2)
+    async def _stage_alone(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
+        checked = await self._check_alone(running.order)
+        if checked is None:
+            raise WeightsError("no replica answers yet, so no weights were loaded; try again when the fleet is ready")
+        running.details = checked.details
+        running.staged = [SwapReply("", 0, ok=True, digest=checked.digest, num_bytes=checked.num_bytes)]
+        return await self._history.keep_details(replace(version, digest=checked.digest), checked.details)
 
-    async def _decide(self, version: CommittedVersion) -> None:
-        """Commits in the history; where that fails, tells all to drop what they staged, and raises."""
+    async def _details(self, order: SwapOrder, name: str) -> StagedDetails:
+        wanted = replace(order, targets=frozenset((name,)))
+        for answer in await self._calls.tell("details", wanted, timeout_s=self._settings.commit_timeout_s):
+            if isinstance(answer, StagedDetails):
+                return answer
+        raise WeightsError(f"replica {name} staged the weights but did not say what they are; try again")
+
+    # Synchronous
+
+    async def _commit_together(self, version: CommittedVersion, running: _Running, previous: int) -> None:
+        order, names = running.order, running.participants
+        parked_at = _clock()
         try:
-            await self._history.commit(version)
-        except WeightsError:
-            await self._abort(str(version.swap_id))
+            with self._timed("park", running):
+                timeout_s = order.finish_timeout_s + FINISH_MARGIN_S
+                await self._ask_all("park", running, timeout_s=timeout_s)
+            with self._timed("vote", running):
+                await self._ask_all("vote", running, timeout_s=self._settings.commit_timeout_s)
+        except PitstopError:
+            await self._abort(running)
             raise
+        await self._decide(version, running, previous)
+        with self._timed("commit", running):
+            replies = await self._calls.ask("commit", order, names, timeout_s=self._settings.commit_timeout_s)
+        if len(replies) == len(names) and not any(reply.ok for reply in replies.values()):
+            await self._take_back(running, replies)
+        self._note(running, replies)
+        with self._timed("resume", running):
+            done = frozenset(running.done)
+            replies = await self._calls.ask("resume", order, done, timeout_s=self._settings.commit_timeout_s)
+        running.paused_s = max((reply.paused_s for reply in replies.values()), default=_clock() - parked_at)
 
-    async def _commit(self, order: SwapOrder) -> list[SwapReply]:
-        """Gives the replies of those that committed; goes back only if every replica says that it failed."""
-        self.phase = "commit"
-        try:
-            answers = await self._ask("commit", order, self._deadlines.commit_timeout_s)
-        except WeightsError as error:
-            logger.warning("event=commit_unanswered version=%d error=%r", order.version, str(error))
-            return []
-        replies = [answer for answer in answers if isinstance(answer, SwapReply)]
-        if replies and len(replies) == len(answers) and not any(reply.ok for reply in replies):
-            await self._take_back(order, replies)
-        for reply in replies:
-            if reply.ok:
-                self._reports.note_commit(reply, order)
-        return [reply for reply in replies if reply.ok]
+    async def _ask_all(self, phase: str, running: _Running, *, timeout_s: float) -> None:
+        """Raises the first refusal, and WeightsError where a replica does not answer."""
+        names = running.participants
+        replies = await self._calls.ask(phase, running.order, names, timeout_s=timeout_s)
+        raise_refusals(replies.values())
+        if missing := sorted(names - replies.keys()):
+            raise WeightsError(f"replica {missing[0]} staged the weights but did not {phase}; try again")
 
-    async def _take_back(self, order: SwapOrder, replies: list[SwapReply]) -> None:
+    async def _take_back(self, running: _Running, replies: dict[str, SwapReply]) -> None:
         """Raises the first refusal, with the version before committed again.
 
         Returns only where that could not be made durable: then the decision stands, and the replicas catch up.
         """
         try:
-            await self._history.take_back(order.version)
+            await self._history.take_back(running.order.version)
         except ManifestError as error:
-            logger.warning("event=decision_stands version=%d error=%r", order.version, str(error))
+            logger.warning("event=decision_stands version=%d error=%r", running.order.version, str(error))
             return
         self.was_rolled_back = True
-        await self._abort(order.swap_id)
-        _raise_refusals(replies)
+        await self._abort(running)
+        raise_refusals(replies.values())
 
-    async def _abort(self, swap_id: str) -> None:
+    # Rolling
+
+    async def _roll(self, version: CommittedVersion, running: _Running, previous: int) -> None:
+        await self._decide(version, running, previous)
+        names, size = sorted(running.participants), running.options.max_paused
+        with self._timed("commit", running):
+            for start in range(0, len(names), size):
+                await self._roll_over(frozenset(names[start : start + size]), running)
+
+    async def _roll_over(self, names: frozenset[str], running: _Running) -> None:
+        """Commits on these replicas, having led new requests away from them where others can take them."""
+        order = replace(running.order, targets=names)
+        commit_s = self._settings.commit_timeout_s
+        if names != running.participants:
+            await self._calls.ask("drain", order, names, timeout_s=commit_s)
+            await asyncio.sleep(self._settings.drain_s)
+        timeout_s = order.finish_timeout_s + commit_s
+        replies = await self._calls.ask("commit", order, names, timeout_s=timeout_s)
+        self._note(running, replies)
+        running.paused_s = max((running.paused_s, *(reply.paused_s for reply in replies.values())))
+        for name in sorted(names - running.done):
+            reason = replies[name].error if name in replies else "it does not answer"
+            if running.options.on_failure == "rollback":
+                raise RollingFailed(f"replica {name}: {reason}")
+            await self._replace(name, running, str(reason))
+
+    # Both
+
+    async def _decide(self, version: CommittedVersion, running: _Running, previous: int) -> None:
+        """Commits in the history; where that fails, tells all to drop what they staged, and raises."""
+        result = self._result(running, previous)
+        try:
+            await self._history.commit(replace(version, committed_at=now(), result=result))
+        except WeightsError:
+            await self._abort(running)
+            raise
+
+    def _note(self, running: _Running, replies: dict[str, SwapReply]) -> None:
+        for name, reply in replies.items():
+            if reply.ok:
+                running.done.add(name)
+                self._reports.note_commit(reply, running.order)
+
+    async def _verify(self, running: _Running) -> None:
+        """Has every replica read its weights back; one that has others than were staged is replaced."""
+        with self._timed("verify", running):
+            replies = await self._calls.ask(
+                "verify", running.order, frozenset(running.done), timeout_s=self._settings.stage_timeout_s
+            )
+        running.verified = {name for name, reply in replies.items() if reply.ok}
+        for name, reply in replies.items():
+            if not reply.ok and reply.error_type == WeightsInvalid.__name__:
+                running.done.discard(name)
+                await self._replace(name, running, str(reply.error))
+
+    async def _replace(self, name: str, running: _Running, reason: str) -> None:
+        logger.error("event=replica_replaced replica=%s swap=%s reason=%r", name, running.order.swap_id, reason)
+        running.replaced.add(name)
+        await self._kill(name)
+        self._reports.forget(name)
+
+    async def _abort(self, running: _Running) -> None:
         self.phase = "abort"
+        # Replicas that do not hear it drop their staged weights, and resume, at their next heartbeat.
+        names = running.participants | self._reports.names()
+        await self._calls.ask("abort", running.order, names, timeout_s=self._settings.commit_timeout_s)
+
+    @contextmanager
+    def _timed(self, phase: str, running: _Running) -> Iterator[None]:
+        self.phase = phase
+        began = _clock()
         try:
-            await self._ask("abort", swap_id, self._deadlines.commit_timeout_s)
-        except WeightsError as error:
-            # Replicas that did not hear it drop their staged weights at their next heartbeat.
-            logger.warning("event=abort_unanswered swap=%s error=%r", swap_id, str(error))
+            yield
+        finally:
+            running.phases_s[phase] = round(_clock() - began, 4)
 
-    async def _ask(self, method: str, argument: object, timeout_s: float) -> list[Any]:
-        try:
-            return await self._call_all(method, argument, timeout_s=timeout_s)
-        except TimeoutError:
-            raise WeightsError(f"not every replica answered to {method} within {timeout_s:g} s") from None
+    def _result(self, running: _Running, previous: int) -> SwapResult:
+        done: Set[str] = running.done
+        expected = (running.participants | self._reports.names()) if done else running.participants
+        return SwapResult(
+            version=running.order.version,
+            previous_version=previous,
+            replicas=sorted(done),
+            staged_s=running.phases_s["stage"],
+            paused_s=round(running.paused_s, 4),
+            total_s=round(_clock() - running.started_at, 4),
+            swap_id=running.order.swap_id,
+            lagging=sorted(expected - done - running.replaced),
+            strategy=running.options.strategy,
+            digest=running.staged[0].digest,
+            num_bytes=max(reply.num_bytes for reply in running.staged),
+            is_streamed=any(reply.is_streamed for reply in running.staged),
+            unchanged=running.details.unchanged,
+            phases_s=dict(running.phases_s),
+            verified=sorted(running.verified),
+            replaced=sorted(running.replaced),
+        )
 
 
-def _raise_refusals(answers: list[Any]) -> None:
-    """Raises the first refusal as the error it was, naming the replica."""
-    for answer in answers:
-        if isinstance(answer, BaseException):
-            raise WeightsError(f"a replica failed: {answer}") from answer
-        if answer.ok:
-            continue
-        message = f"replica {answer.replica_id}: {answer.error}"
-        if answer.error_type == WeightsInvalid.__name__:
-            raise WeightsInvalid(message, tensor=answer.tensor)
-        if answer.error_type == WeightsSourceError.__name__:
-            raise WeightsSourceError(message)
-        raise WeightsError(message)
+def _common_digest(replies: list[SwapReply]) -> str:
+    """Gives the digest that all have staged; raises WeightsInvalid where two have read different weights."""
+    first = replies[0]
+    for other in replies:
+        if other.digest != first.digest:
+            raise WeightsInvalid(
+                f"replicas {first.replica_id} and {other.replica_id} read different weights from the same source "
+                f"(digests {first.digest} and {other.digest}); let nobody write to it, and have all see the same files"
+            )
+    return first.digest
+
+
+def _clock() -> float:
+    return asyncio.get_running_loop().time()

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 
 from engine import SwapConflict
 from serve_app.manifest import Manifest, ManifestFile
-from serve_app.messages import CommittedVersion, CommittedWeights, ReplicaReport, SwapResult
+from serve_app.messages import CommittedVersion, CommittedWeights, ReplicaReport, StagedDetails, SwapResult
 from serve_app.protocol.errors import ManifestError, VersionUnavailable
+from serve_app.weight_records import WeightRecords
 
 logger = logging.getLogger("ray.serve.pitstop")
 
@@ -24,8 +25,11 @@ class WeightHistory:
     except after `adopt`, which follows the replicas even where the disk does not.
     """
 
-    def __init__(self, *, application: str, model: str, folder: str | None, num_earlier: int) -> None:
-        """Opens the history; blocks while the manifest is read. Raises ManifestError where it cannot be trusted."""
+    def __init__(self, *, application: str, model: str, folder: str | None, num_earlier: int, layout: str = "") -> None:
+        """Opens the history; blocks while the manifest is read. Raises ManifestError where it cannot be trusted.
+
+        layout: how replicas hold the weights; digests made under another one cannot be compared.
+        """
         # Cast, as the checkpoint may be of another dtype than the one it is loaded in.
         fresh = Manifest(application, model, (CommittedVersion(FIRST_VERSION, cast=True),), FIRST_VERSION)
         self._file = None if folder is None else ManifestFile(folder)
@@ -33,6 +37,8 @@ class WeightHistory:
         self._before = self._manifest.versions
         self._last_version = self._manifest.last_version
         self._num_earlier = num_earlier
+        self._layout = layout
+        self._details = WeightRecords(folder)
         self._changing = asyncio.Lock()
 
     @property
@@ -44,7 +50,9 @@ class WeightHistory:
     def committed(self) -> CommittedWeights:
         """The committed version, as replicas are told it."""
         newest = self.newest
-        return CommittedWeights(newest.version, newest.source, newest.cast, newest.swap_id)
+        return CommittedWeights(
+            newest.version, newest.source, newest.cast, newest.swap_id, digest=self.digest_of(newest)
+        )
 
     @property
     def next_version(self) -> int:
@@ -53,6 +61,10 @@ class WeightHistory:
     def listed(self) -> list[CommittedVersion]:
         """Gives all remembered versions, newest first."""
         return list(reversed(self._manifest.versions))
+
+    def digest_of(self, version: CommittedVersion) -> str | None:
+        """Gives what the weights of a version have to be, where that can be compared."""
+        return version.digest if version.digest and version.layout == self._layout else None
 
     def find_key(self, key: str | None) -> CommittedVersion | None:
         """Gives the version that a request with this idempotency key has brought."""
@@ -80,6 +92,25 @@ class WeightHistory:
         if self._file is not None:
             await asyncio.to_thread(self._file.check_term)
 
+    async def keep_details(self, version: CommittedVersion, details: StagedDetails) -> CommittedVersion:
+        """Gives the version with what vouches for its details, which are durable then. Raises ManifestError."""
+        sha256 = await asyncio.to_thread(self._details.write, version.version, details)
+        return replace(version, record_sha256=sha256, layout=self._layout)
+
+    async def details(self, version: int) -> StagedDetails | None:
+        """Gives what is known of each tensor of a version, where that is intact."""
+        known = next((one for one in self._manifest.versions if one.version == version), None)
+        if known is None or not known.record_sha256:
+            return None
+        return await asyncio.to_thread(self._details.read, version, known.record_sha256)
+
+    async def result_of(self, version: CommittedVersion) -> SwapResult:
+        """Gives what became of the swap that brought a version."""
+        # Only the model the application was started with came without a swap.
+        assert version.result is not None
+        details = await self.details(version.version)
+        return replace(version.result, unchanged=details.unchanged if details is not None else [])
+
     async def commit(self, version: CommittedVersion) -> None:
         """Makes this the committed version: once it returns, so does every restart. Raises ManifestError."""
         async with self._changing:
@@ -88,8 +119,10 @@ class WeightHistory:
             # Spent even if the write fails: nobody can tell what a disk that failed shows after a crash.
             self._last_version = max(self._last_version, version.version)
             before = self._manifest.versions
-            await self._write(self._trimmed((*before, version)))
+            # The tensors that a partial swap leaves may be thousands; they are with the details.
+            await self._write(self._trimmed((*before, _lean(version))))
             self._before = before
+        await asyncio.to_thread(self._details.keep_only, {one.version for one in (*self._manifest.versions, *before)})
 
     async def take_back(self, version: int) -> None:
         """Makes the version before this latest commit the committed one again; its number stays spent."""
@@ -101,7 +134,9 @@ class WeightHistory:
         """Keeps what became of a swap; a disk that fails now loses only this."""
         async with self._changing:
             versions = self._manifest.versions
-            kept = tuple(replace(one, result=result) if one.version == result.version else one for one in versions)
+            kept = tuple(
+                _lean(replace(one, result=result)) if one.version == result.version else one for one in versions
+            )
             await self._write_if_possible(kept)
 
     async def adopt(self, report: ReplicaReport) -> None:
@@ -117,6 +152,7 @@ class WeightHistory:
                 label="learnt from a replica",
                 committed_at=now(),
                 requested_by=f"replica {report.replica_id}",
+                swap_id=report.swap_id,
             )
             self._last_version = max(self._last_version, report.version)
             await self._write_if_possible(self._trimmed((*self._manifest.versions, adopted)))
@@ -139,6 +175,10 @@ class WeightHistory:
         except ManifestError as error:
             logger.warning("event=manifest_behind version=%d error=%r", versions[-1].version, str(error))
             self._manifest = replace(self._manifest, versions=versions, last_version=self._last_version)
+
+
+def _lean(version: CommittedVersion) -> CommittedVersion:
+    return version if version.result is None else replace(version, result=replace(version.result, unchanged=[]))
 
 
 def now() -> str:

@@ -1,4 +1,7 @@
-"""The command line: `pitstop serve | swap | rollback | status | fetch`. Only argument parsing happens here."""
+"""The command line: `pitstop serve | swap | rollback | status | pause | resume | fetch`.
+
+Only argument parsing happens here.
+"""
 
 import sys
 from pathlib import Path
@@ -6,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from serve_app.cli.admin import DEFAULT_URL, AdminApi, print_status, print_swap
+from serve_app.cli.admin import DEFAULT_URL, AdminApi, print_ended, print_lease, print_status, print_swap
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import find_admin_key
 from serve_app.cli.launch import launch
@@ -24,7 +27,16 @@ app = typer.Typer(
 CacheDir = Annotated[Path, typer.Option(help="Folder of converted models, logs and the made-up admin key.")]
 Url = Annotated[str, typer.Option(help="Where the application listens.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
-InFlight = Annotated[str, typer.Option(help="What becomes of running requests: keep, recompute or abort.")]
+InFlight = Annotated[str, typer.Option(help="What becomes of running requests: keep, recompute, finish or abort.")]
+Pinned = Annotated[str, typer.Option(help="What becomes of requests pinned to a version: finish or end.")]
+FinishTimeout = Annotated[
+    float | None, typer.Option("--finish-timeout", help="Seconds to wait for requests that finish first.")
+]
+Strategy = Annotated[str, typer.Option(help="synchronous: no two versions generate at once; or rolling.")]
+MaxPaused = Annotated[int, typer.Option(min=1, help="Replicas of a rolling swap that may stand still at once.")]
+OnFailure = Annotated[str, typer.Option(help="Of a replica in a rolling swap: continue or rollback.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Read the weights back on every replica afterwards.")]
+Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for a swap that is under way.")]
 Key = Annotated[str | None, typer.Option(help="Sent again with the same key, the command does its work once.")]
 # Taken from the environment only: a key on the command line could be read by every user of the machine.
 AdminKey = Annotated[str | None, typer.Option(envvar="PITSTOP_ADMIN_KEY", show_envvar=False, hidden=True)]
@@ -48,8 +60,18 @@ def serve(
 
 @app.command()
 def swap(
-    path: Annotated[Path, typer.Option(help="Folder of safetensors that every replica can read.")],
+    path: Annotated[Path | None, typer.Option(help="Folder of safetensors that every replica can read.")] = None,
+    hub: Annotated[str | None, typer.Option(help="A model of the hub, in place of a folder.")] = None,
+    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit of the hub's model.")] = None,
+    partial: Annotated[bool, typer.Option("--partial", help="Tensors left out keep their values.")] = False,
     in_flight: InFlight = "keep",
+    pinned: Pinned = "finish",
+    finish_timeout_s: FinishTimeout = None,
+    strategy: Strategy = "synchronous",
+    max_paused: MaxPaused = 1,
+    on_failure: OnFailure = "continue",
+    verify: Verify = False,
+    wait_s: Wait = 0.0,
     cast: Annotated[bool, typer.Option(help="Convert tensors of another dtype instead of refusing them.")] = False,
     label: Annotated[str | None, typer.Option(help="A name for people, shown by status.")] = None,
     idempotency_key: Key = None,
@@ -61,11 +83,21 @@ def swap(
 ) -> None:
     """Load new weights into every replica while requests run."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
-    with progress(f"swapping weights to {path}"):
+    if (path is None) == (hub is None):
+        raise CommandFailed("name the weights by either --path or --hub")
+    with progress(f"swapping weights to {path or hub}"):
         result = api.swap(
             {
-                "source": {"path": str(path.absolute())},
+                "source": {"path": str(path.absolute())} if path else {"hub": hub, "revision": revision},
+                "partial": partial,
                 "in_flight": in_flight,
+                "pinned": pinned,
+                "finish_timeout_s": finish_timeout_s,
+                "strategy": strategy,
+                "max_paused": max_paused,
+                "on_failure": on_failure,
+                "verify": verify,
+                "wait_s": wait_s,
                 "cast": cast,
                 "label": label,
                 "idempotency_key": idempotency_key,
@@ -80,6 +112,10 @@ def rollback(
         int | None, typer.Option(min=1, help="A version of the history; else the one before the committed.")
     ] = None,
     in_flight: InFlight = "keep",
+    strategy: Strategy = "synchronous",
+    max_paused: MaxPaused = 1,
+    verify: Verify = False,
+    wait_s: Wait = 0.0,
     idempotency_key: Key = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
@@ -90,7 +126,17 @@ def rollback(
     """Bring the weights of an earlier version back, under a new number, while requests run."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     with progress("rolling weights back"):
-        result = api.rollback({"version": to, "in_flight": in_flight, "idempotency_key": idempotency_key})
+        result = api.rollback(
+            {
+                "version": to,
+                "in_flight": in_flight,
+                "strategy": strategy,
+                "max_paused": max_paused,
+                "verify": verify,
+                "wait_s": wait_s,
+                "idempotency_key": idempotency_key,
+            }
+        )
     print_swap(result, as_json=as_json)
 
 
@@ -105,6 +151,40 @@ def status(
     """Show the committed weight version, every replica's, and the versions before."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     print_status(api.status(), as_json=as_json)
+
+
+@app.command()
+def pause(
+    lease_s: Annotated[float, typer.Option("--lease", help="Seconds until generation goes on by itself.")] = 60.0,
+    renew: Annotated[str | None, typer.Option(help="A lease to prolong, in place of a new pause.")] = None,
+    in_flight: Annotated[str, typer.Option(help="Running requests: keep, or finish them first.")] = "keep",
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+    admin_key: AdminKey = None,
+    admin_key_file: AdminKeyFile = None,
+    cache_dir: CacheDir = default_cache_dir(),  # noqa: B008
+) -> None:
+    """Have every replica stand still for a lease; requests wait meanwhile."""
+    api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
+    if renew is None:
+        lease = api.pause({"lease_s": lease_s, "in_flight": in_flight})
+    else:
+        lease = api.renew(renew, {"lease_s": lease_s})
+    print_lease(lease, as_json=as_json)
+
+
+@app.command()
+def resume(
+    lease_id: Annotated[str | None, typer.Option("--lease-id", help="The pause to end; else all.")] = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+    admin_key: AdminKey = None,
+    admin_key_file: AdminKeyFile = None,
+    cache_dir: CacheDir = default_cache_dir(),  # noqa: B008
+) -> None:
+    """End a pause, or all of them."""
+    api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
+    print_ended(api.resume({"lease_id": lease_id}), as_json=as_json)
 
 
 @app.command()

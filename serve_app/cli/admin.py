@@ -1,8 +1,9 @@
-"""`pitstop swap`, `pitstop rollback` and `pitstop status`: the admin routes over HTTP."""
+"""`pitstop swap`, `rollback`, `status`, `pause` and `resume`: the admin routes over HTTP."""
 
 import json
 from ipaddress import ip_address
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import typer
@@ -11,45 +12,65 @@ from serve_app.cli.failure import CommandFailed
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 STATUS_TIMEOUT_S = 10.0
-SWAP_TIMEOUT_S = 900.0
-"""Above the application's own deadlines for staging and committing, so that its answer arrives."""
+SWAP_TIMEOUT_S = 3600.0
+"""Above the application's own deadlines for each phase, so that its answer arrives."""
+
+
+RESULT_LINES = {
+    "lagging": "not there yet, and out of routing until they are",
+    "replaced": "failed, and being replaced",
+    "verified": "read back and verified",
+    "unchanged": "tensors left as they were",
+}
+"""Lists of a SwapResult that are shown where they are not empty."""
 
 
 class AdminApi:
     """The admin routes of one application; every failure is a CommandFailed."""
 
     def __init__(self, url: str, admin_key: str) -> None:
-        self._url = url.rstrip("/") + "/admin/weights"
+        self._url = url.rstrip("/") + "/admin"
         self._headers = {"Authorization": f"Bearer {admin_key}"}
 
     def swap(self, body: dict[str, Any]) -> dict[str, Any]:
         """Load a folder into every replica; returns the application's SwapResult."""
-        return self._send("POST", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send("POST", "/weights", timeout_s=SWAP_TIMEOUT_S, body=body)
 
     def rollback(self, body: dict[str, Any]) -> dict[str, Any]:
         """Bring an earlier version back on every replica; returns the application's SwapResult."""
-        return self._send("POST", "/rollback", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send("POST", "/weights/rollback", timeout_s=SWAP_TIMEOUT_S, body=body)
 
     def status(self) -> dict[str, Any]:
         """The committed version and each replica's report."""
-        return self._send("GET", timeout_s=STATUS_TIMEOUT_S)
+        return self._send("GET", "/weights", timeout_s=STATUS_TIMEOUT_S)
 
-    def _send(
-        self, method: str, path: str = "", *, timeout_s: float, body: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def pause(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Have every replica stand still; returns the application's PauseLease."""
+        return self._send("POST", "/pause", timeout_s=SWAP_TIMEOUT_S, body=body)
+
+    def renew(self, lease_id: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Put the end of a pause off; returns the application's PauseLease."""
+        return self._send("POST", f"/pause/{quote(lease_id, safe='')}/renew", timeout_s=SWAP_TIMEOUT_S, body=body)
+
+    def resume(self, body: dict[str, Any]) -> list[str]:
+        """End one pause or all; returns their leases."""
+        return list(self._send("POST", "/resume", timeout_s=SWAP_TIMEOUT_S, body=body)["ended"])
+
+    def _send(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        url = self._url + path
         try:
             response = httpx.request(
                 method,
-                self._url + path,
+                url,
                 json=body,
                 headers=self._headers,
                 timeout=timeout_s,
                 trust_env=not _is_this_machine(self._url),
             )
         except httpx.TimeoutException as error:
-            raise CommandFailed(f"{self._url} did not answer within {timeout_s:.0f} s") from error
+            raise CommandFailed(f"{url} did not answer within {timeout_s:.0f} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise CommandFailed(f"nothing answers at {self._url} ({error}); name the application with --url") from error
+            raise CommandFailed(f"nothing answers at {url} ({error}); name the application with --url") from error
         if response.is_success:
             return dict(response.json())
         raise CommandFailed(f"{_reason(response)} (HTTP {response.status_code})")
@@ -64,6 +85,22 @@ def print_swap(result: dict[str, Any], *, as_json: bool) -> None:
         f"version {result['version']} is committed on {len(result['replicas'])} replica(s); "
         f"longest pause {1000 * result['paused_s']:.0f} ms, whole swap {result['total_s']:.1f} s"
     )
+    for name, text in RESULT_LINES.items():
+        if result.get(name):
+            typer.echo(f"{text}: {', '.join(result[name])}")
+
+
+def print_lease(lease: dict[str, Any], *, as_json: bool) -> None:
+    """One line, or the whole answer as JSON."""
+    if as_json:
+        typer.echo(json.dumps(lease))
+        return
+    typer.echo(f"{len(lease['replicas'])} replica(s) stand still for {lease['lease_s']:g} s: lease {lease['lease_id']}")
+
+
+def print_ended(lease_ids: list[str], *, as_json: bool) -> None:
+    """One line, or the leases as JSON."""
+    typer.echo(json.dumps(lease_ids) if as_json else f"ended {len(lease_ids)} pause(s)")
 
 
 def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
@@ -74,7 +111,9 @@ def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
     committed, *earlier = fleet["history"]
     typer.echo(f"committed: {_line(committed)}")
     if fleet["swap_in_progress"]:
-        typer.echo(f"swap in progress: {fleet['swap_in_progress']}")
+        typer.echo(f"swap in progress: {fleet['swap_in_progress']}, phase {fleet['phase']}")
+    for pause in fleet["pauses"]:
+        typer.echo(f"paused: lease {pause['lease_id']}, {pause['remaining_s']:.0f} s left, by {pause['requested_by']}")
     if fleet["problem"]:
         typer.echo(f"problem: {fleet['problem']}")
     for replica in fleet["replicas"]:
@@ -90,9 +129,15 @@ def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
 
 def _line(version: dict[str, Any]) -> str:
     """One version of the history: from where, and if known its label, when, and who."""
-    source = version["source"]["path"] if version["source"] else "the model it was started with"
+    source = _source(version["source"]) if version["source"] else "the model it was started with"
     parts = [f"version {version['version']}", source, version["label"], version["committed_at"]]
     return ", ".join(part for part in [*parts, version["requested_by"]] if part)
+
+
+def _source(source: dict[str, Any]) -> str:
+    if source.get("hub"):
+        return f"hub {source['hub']}" + (f" at {source['revision']}" if source["revision"] else "")
+    return str(source["path"] or " under ".join(source["layers"]))
 
 
 def _is_this_machine(url: str) -> bool:

@@ -9,7 +9,7 @@ from ray.serve.handle import DeploymentHandle
 
 from engine import PitstopError, QueueFull, SamplingParams, WorkloadHints
 from serve_app.client.completion import Completion, join_events
-from serve_app.messages import FleetStatus, SwapResult, TokenEvent
+from serve_app.messages import FleetStatus, PauseLease, RollbackRequest, SwapRequest, SwapResult, TokenEvent
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.service import Prompt
 
@@ -140,6 +140,29 @@ class Pitstop:
         """
         response = self._handle.rollback.remote(version, in_flight, idempotency_key)
         return await call(response, timeout_s=self._timeout_s, whom="the router")
+
+    async def submit_swap(self, request: SwapRequest | RollbackRequest) -> SwapResult:
+        """Carries out a swap or a rollback with any of its options; raises as `swap_weights` and `rollback` do."""
+        method = self._handle.swap if isinstance(request, SwapRequest) else self._handle.roll_back
+        return await call(method.remote(request), timeout_s=self._timeout_s, whom="the router")
+
+    async def pause(self, *, lease_s: float, in_flight: str = "keep") -> PauseLease:
+        """Has every replica stand still, and gives the lease once all do; requests wait meanwhile.
+
+        It ends by itself after lease_s without `renew_pause`. in_flight: "finish" lets running requests finish first.
+        Raises WeightsError, with nobody paused, where a replica cannot.
+        """
+        response = self._handle.pause.remote(lease_s, in_flight)
+        return await call(response, timeout_s=self._timeout_s, whom="the router")
+
+    async def renew_pause(self, lease_id: str, *, lease_s: float | None = None) -> PauseLease:
+        """Prolongs a pause, by its own length where none is given; raises LeaseGone once it is over."""
+        response = self._handle.renew_pause.remote(lease_id, lease_s)
+        return await call(response, timeout_s=self._timeout_s, whom="the router")
+
+    async def resume(self, lease_id: str | None = None) -> list[str]:
+        """Ends one pause, or all, and gives their leases; raises LeaseGone where that one is over already."""
+        return await call(self._handle.resume.remote(lease_id), timeout_s=self._timeout_s, whom="the router")
 
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from engine import PitstopError, SamplingParams, WorkloadHints
 from serve_app.client.completion import Completion
 from serve_app.client.pitstop import MAX_CONCURRENT, Pitstop
-from serve_app.messages import FleetStatus, SwapResult, TokenEvent
+from serve_app.messages import FleetStatus, PauseLease, RollbackRequest, SwapRequest, SwapResult, TokenEvent
 from serve_app.router.service import Prompt
 
 T = TypeVar("T")
@@ -93,6 +93,18 @@ class SyncPitstop:
         self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None
     ) -> SwapResult:
         return self._wait(self._pitstop.rollback(version, in_flight=in_flight, idempotency_key=idempotency_key))
+
+    def submit_swap(self, request: SwapRequest | RollbackRequest) -> SwapResult:
+        return self._wait(self._pitstop.submit_swap(request))
+
+    def pause(self, *, lease_s: float, in_flight: str = "keep") -> PauseLease:
+        return self._wait(self._pitstop.pause(lease_s=lease_s, in_flight=in_flight))
+
+    def renew_pause(self, lease_id: str, *, lease_s: float | None = None) -> PauseLease:
+        return self._wait(self._pitstop.renew_pause(lease_id, lease_s=lease_s))
+
+    def resume(self, lease_id: str | None = None) -> list[str]:
+        return self._wait(self._pitstop.resume(lease_id))
 
     def status(self) -> FleetStatus:
         return self._wait(self._pitstop.status())

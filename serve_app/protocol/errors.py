@@ -11,6 +11,8 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── DeadlineExceeded                the request took longer than `limits.request_timeout_s`
 ├── WeightVersionUnavailable        the least weight version asked for is not served yet
 └── WeightsError                    engine.errors
+    ├── LeaseGone                   the pause to renew or end is over
+    ├── RollingFailed               a replica failed in a rolling swap, and all went back
     ├── VersionUnavailable          the version to go back to is not in the history, or its weights are gone
     ├── SwapSessionGone             the swap session has ended, or its lease has
     └── ManifestError               the manifest of committed versions cannot be read or written
@@ -75,6 +77,14 @@ class WeightVersionUnavailable(PitstopError):
     """The least weight version that the request accepts is not served yet; the message says which one is."""
 
 
+class LeaseGone(WeightsError):
+    """The pause that was to be renewed or ended is over, so the fleet generates."""
+
+
+class RollingFailed(WeightsError):
+    """A replica failed in a rolling swap that was to be rolled back then; the message says which, why and what is."""
+
+
 class VersionUnavailable(WeightsError):
     """There is no going back to this version; the message says why."""
 
@@ -126,6 +136,8 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     WeightVersionUnavailable: ErrorRule(409, "invalid_request_error", "weight_version_unavailable"),
     VersionUnavailable: ErrorRule(409, "invalid_request_error", "version_unavailable"),
     SwapSessionGone: ErrorRule(409, "invalid_request_error", "swap_session_gone"),
+    LeaseGone: ErrorRule(409, "invalid_request_error", "lease_gone"),
+    RollingFailed: ErrorRule(500, "server_error", "rolling_failed"),
     ManifestError: ErrorRule(500, "server_error", "manifest_error"),
     ManifestTaken: ErrorRule(409, "invalid_request_error", "manifest_taken"),
 }

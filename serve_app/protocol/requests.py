@@ -1,4 +1,4 @@
-"""The bodies of `/v1/chat/completions`, `/v1/completions` and `/admin/weights`.
+"""The bodies of `/v1/chat/completions` and `/v1/completions`.
 
 Every field is honoured; what cannot be is refused by name (see `neutral`). Numbers keep their JSON type: "0.5" is not
 a temperature.
@@ -18,8 +18,6 @@ from serve_app.protocol.structure import StructureFields
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
-MAX_WAIT_S = 3600.0
-"""For a swap that is under way; longer than any client keeps its connection."""
 
 
 def _one_prompt(value: Any) -> Any:
@@ -36,8 +34,6 @@ def _prompts(value: Any) -> Any:
     return [_one_prompt(item) for item in (value if is_several else [value])]
 
 
-InFlight = Literal["keep", "recompute", "abort"]
-WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_S)]
 WeightVersion = Annotated[int, Field(ge=1, lt=2**63)]
 Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts)]
 
@@ -213,46 +209,3 @@ class CompletionRequest(GenerationRequest):
     @property
     def max_new_tokens(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-
-
-class SourceBody(RequestModel):
-    """path: a Hugging Face folder of safetensors that every replica can read; or hub, a model there, at a revision."""
-
-    path: Annotated[str, Field(max_length=4096)] = ""
-    hub: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    revision: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-
-    @model_validator(mode="after")
-    def _check_one(self) -> Self:
-        if bool(self.path) == (self.hub is not None):
-            raise InvalidRequest("source must hold either path or hub", "source")
-        if self.revision is not None and self.hub is None:
-            raise InvalidRequest(f"source.revision is {self.revision!r}; only a hub has revisions", "source.revision")
-        return self
-
-
-class SwapBody(RequestModel):
-    """The body of `POST /admin/weights`.
-
-    in_flight: what becomes of running requests: keep their cache, recompute it, or abort them.
-    cast: convert tensors of another dtype instead of refusing them.
-    label: for people; shown in the history.
-    wait_s: seconds to wait for a swap that is under way; 0 refuses at once.
-    idempotency_key: the same body sent again with it gives the first one's result.
-    """
-
-    source: SourceBody
-    in_flight: InFlight = "keep"
-    wait_s: WaitSeconds = 0.0
-    cast: bool = False
-    label: Label | None = None
-    idempotency_key: Label | None = None
-
-
-class RollbackBody(RequestModel):
-    """The body of `POST /admin/weights/rollback`. version: one of the history; null is the one before the committed."""
-
-    version: Annotated[int, Field(ge=1)] | None = None
-    in_flight: InFlight = "keep"
-    wait_s: WaitSeconds = 0.0
-    idempotency_key: Label | None = None

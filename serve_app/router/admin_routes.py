@@ -3,20 +3,23 @@
 import hashlib
 import hmac
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
-from serve_app.messages import FleetStatus, RollbackRequest, SwapRequest, WeightSource
+from serve_app.messages import FleetStatus
 from serve_app.protocol.errors import AdminDisabled, Unauthorized
 from serve_app.protocol.parsing import parse_body
-from serve_app.protocol.requests import RollbackBody, SwapBody
+from serve_app.protocol.strict import RequestModel
+from serve_app.protocol.weights import PauseBody, RenewBody, ResumeBody, RollbackBody, SwapBody
 from serve_app.router.edge import read_body
 from serve_app.router.fleet import Fleet
 
-MAX_BODY_BYTES = 64 * 1024
-"""A swap is a path, a label and few flags."""
+MAX_BODY_BYTES = 4 * 2**20
+"""A swap is a path, a label and few flags; its probes may be 64 prompts of 4,096 ids with their references."""
+
+Body = TypeVar("Body", bound=RequestModel)
 
 SHOWN_FIRST = ("version", "source", "label", "committed_at", "requested_by")
 
@@ -38,36 +41,37 @@ class AdminKey:
 
 
 def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
-    """Gives `/admin/weights`: POST swaps, GET shows; and POST `/admin/weights/rollback`."""
+    """Gives `/admin/weights`, its rollback, and the leased pauses of the fleet."""
     routes = APIRouter()
+
+    async def body_of(request: Request, model: type[Body]) -> Body:
+        key.check(request)
+        return parse_body(model, await read_body(request, limit_bytes=MAX_BODY_BYTES))
 
     @routes.post("/admin/weights")
     async def swap(request: Request) -> JSONResponse:
-        key.check(request)
-        body = parse_body(SwapBody, await read_body(request, limit_bytes=MAX_BODY_BYTES))
-        wanted = SwapRequest(
-            WeightSource(**body.source.model_dump()),
-            wait_s=body.wait_s,
-            in_flight=body.in_flight,
-            cast=body.cast,
-            label=body.label or "",
-            idempotency_key=body.idempotency_key,
-            requested_by=_requester(request),
-        )
-        return JSONResponse(asdict(await fleet.swap(wanted)))
+        body = await body_of(request, SwapBody)
+        return JSONResponse(asdict(await fleet.swap(body.request(requested_by=_requester(request)))))
 
     @routes.post("/admin/weights/rollback")
     async def rollback(request: Request) -> JSONResponse:
-        key.check(request)
-        body = parse_body(RollbackBody, await read_body(request, limit_bytes=MAX_BODY_BYTES))
-        wanted = RollbackRequest(
-            body.version,
-            wait_s=body.wait_s,
-            in_flight=body.in_flight,
-            idempotency_key=body.idempotency_key,
-            requested_by=_requester(request),
-        )
-        return JSONResponse(asdict(await fleet.rollback(wanted)))
+        body = await body_of(request, RollbackBody)
+        return JSONResponse(asdict(await fleet.rollback(body.request(requested_by=_requester(request)))))
+
+    @routes.post("/admin/pause")
+    async def pause(request: Request) -> JSONResponse:
+        body = await body_of(request, PauseBody)
+        return JSONResponse(asdict(await fleet.pause(body.request(requested_by=_requester(request)))))
+
+    @routes.post("/admin/pause/{lease_id}/renew")
+    async def renew(request: Request, lease_id: str) -> JSONResponse:
+        body = await body_of(request, RenewBody)
+        return JSONResponse(asdict(await fleet.renew_pause(lease_id, body.lease_s)))
+
+    @routes.post("/admin/resume")
+    async def resume(request: Request) -> JSONResponse:
+        body = await body_of(request, ResumeBody)
+        return JSONResponse({"ended": await fleet.resume(body.lease_id)})
 
     @routes.get("/admin/weights")
     async def status(request: Request) -> JSONResponse:

@@ -9,7 +9,16 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from engine import SamplingParams, WorkloadHints
-from serve_app.messages import FleetStatus, RollbackRequest, SwapRequest, SwapResult, TokenEvent, WeightSource
+from serve_app.messages import (
+    FleetStatus,
+    PauseLease,
+    PauseRequest,
+    RollbackRequest,
+    SwapRequest,
+    SwapResult,
+    TokenEvent,
+    WeightSource,
+)
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.model_store import resolve_model
 from serve_app.protocol.parsing import validate
@@ -119,6 +128,26 @@ class Router:
             requested_by=REQUESTED_BY,
         )
         return await self._fleet.swap(request)
+
+    async def swap(self, request: SwapRequest) -> SwapResult:
+        """Replaces the weights of the whole fleet as this request says."""
+        return await self._fleet.swap(replace(request, requested_by=request.requested_by or REQUESTED_BY))
+
+    async def roll_back(self, request: RollbackRequest) -> SwapResult:
+        """Brings an earlier version's weights back as this request says."""
+        return await self._fleet.rollback(replace(request, requested_by=request.requested_by or REQUESTED_BY))
+
+    async def pause(self, lease_s: float, in_flight: str = "keep") -> PauseLease:
+        """Has the whole fleet stand still for a lease."""
+        return await self._fleet.pause(PauseRequest(lease_s, in_flight, REQUESTED_BY))
+
+    async def renew_pause(self, lease_id: str, lease_s: float | None = None) -> PauseLease:
+        """Prolongs a pause; raises LeaseGone once it is over."""
+        return await self._fleet.renew_pause(lease_id, lease_s)
+
+    async def resume(self, lease_id: str | None = None) -> list[str]:
+        """Ends one pause, or all of them."""
+        return await self._fleet.resume(lease_id)
 
     async def rollback(
         self, version: int | None = None, in_flight: str = "keep", idempotency_key: str | None = None

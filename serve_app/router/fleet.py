@@ -10,7 +10,17 @@ from ray.serve.handle import DeploymentHandle
 
 from engine import PitstopError
 from serve_app.broadcast import call_all
-from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, RollbackRequest, SwapRequest, SwapResult
+from serve_app.messages import (
+    CommittedWeights,
+    FleetStatus,
+    GenerateRequest,
+    PauseLease,
+    PauseRequest,
+    RollbackRequest,
+    SwapOptions,
+    SwapRequest,
+    SwapResult,
+)
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.version_watch import FleetVersions, VersionWatch
 from serve_app.settings import AppSettings
@@ -53,7 +63,8 @@ class Fleet:
         self._controller: Any = controller
         self._routers = routers
         self._request_timeout_s = settings.limits.request_timeout_s
-        self._swap_timeout_s = settings.weights.stage_timeout_s + settings.weights.commit_timeout_s + SWAP_MARGIN_S
+        self._weights = settings.weights
+        self._max_replicas = settings.replicas.max
         self._limits: ModelLimits | None = None
         self._last_committed: CommittedWeights | None = None
         self._version_watch = VersionWatch(self.status)
@@ -142,19 +153,43 @@ class Fleet:
 
     async def swap(self, request: SwapRequest) -> SwapResult:
         """Replaces the weights of the whole fleet; raises WeightsError and its kinds when the old ones stay."""
-        return await self._changed(self._controller.swap.remote(request), request.wait_s)
+        return await self._changed(self._controller.swap.remote(request), request)
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
         """Brings an earlier version's weights back; raises as `swap`, and VersionUnavailable."""
-        return await self._changed(self._controller.rollback.remote(request), request.wait_s)
+        return await self._changed(self._controller.rollback.remote(request), request)
 
-    async def _changed(self, response: Any, wait_s: float) -> SwapResult:
-        result: SwapResult = await call(response, timeout_s=self._swap_timeout_s + wait_s, whom="the weight controller")
+    async def _changed(self, response: Any, options: SwapOptions) -> SwapResult:
+        result: SwapResult = await call(response, timeout_s=self._swap_timeout_s(options), whom="the weight controller")
         self._note(result.version)
         return result
 
     def _note(self, version: int) -> None:
         self.newest_version = max(self.newest_version, version)
+
+    async def pause(self, request: PauseRequest) -> PauseLease:
+        """Has every replica stand still for a lease; raises WeightsError, with nobody paused, where one cannot."""
+        timeout_s = request.lease_s + SWAP_MARGIN_S
+        return await call(self._controller.pause.remote(request), timeout_s=timeout_s, whom="the weight controller")
+
+    async def renew_pause(self, lease_id: str, lease_s: float | None = None) -> PauseLease:
+        """Prolongs a pause; raises LeaseGone."""
+        response = self._controller.renew_pause.remote(lease_id, lease_s)
+        return await call(response, timeout_s=SWAP_MARGIN_S, whom="the weight controller")
+
+    async def resume(self, lease_id: str | None = None) -> list[str]:
+        """Ends one pause, or all, and gives which; raises LeaseGone."""
+        response = self._controller.resume.remote(lease_id)
+        return await call(response, timeout_s=SWAP_MARGIN_S, whom="the weight controller")
+
+    def _swap_timeout_s(self, options: SwapOptions) -> float:
+        """Gives what a swap may take by its own deadlines, each replica after the other where it is rolling."""
+        weights = self._weights
+        finish_s = options.finish_timeout_s or weights.finish_timeout_s
+        turns = self._max_replicas if options.strategy == "rolling" else 1
+        read_s = weights.stage_timeout_s * (2 if options.verify else 1)
+        # Aborting, voting, committing and resuming have the same deadline.
+        return read_s + turns * (finish_s + 4 * weights.commit_timeout_s) + options.wait_s + SWAP_MARGIN_S
 
     async def metrics(self) -> list[str]:
         """Gives the expositions of all routers, all replicas and the controller that answer in time."""

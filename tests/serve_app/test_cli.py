@@ -18,7 +18,18 @@ from serve_app.cli.admin import print_status
 from serve_app.cli.key_file import ensure_key_file, find_admin_key
 from serve_app.cli.serve_config import Overrides, read_config
 from serve_app.cli.startup import failure_in
-from serve_app.messages import CommittedVersion, CommittedWeights, FleetStatus, ReplicaReport, WeightSource
+from serve_app.messages import (
+    CommittedVersion,
+    CommittedWeights,
+    FleetStatus,
+    PauseLease,
+    ReplicaReport,
+    RollbackRequest,
+    SwapRequest,
+    WeightSource,
+)
+from serve_app.protocol.parsing import parse_body
+from serve_app.protocol.weights import RollbackBody, SwapBody
 from tests.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
@@ -231,21 +242,27 @@ def test_swap_sends_an_absolute_folder_with_the_key(
     monkeypatch.setenv("PITSTOP_ADMIN_KEY_FILE", str(key_file))
     result = {"version": 2, "replicas": ["a", "b"], "paused_s": 0.04, "total_s": 1.5}
     with admin_server(200, result) as (url, asked):
-        options = ("--in-flight", "abort", "--label", "step 5", "--idempotency-key", "k")
+        options = ("--in-flight", "abort", "--label", "step 5", "--idempotency-key", "k", "--strategy", "rolling")
+        options += ("--max-paused", 2, "--on-failure", "rollback", "--pinned", "end", "--finish-timeout", 7)
+        options += ("--verify", "--partial", "--wait", 3)
         assert run(monkeypatch, "swap", "--path", "new", *options, "--url", url) == 0
-    assert asked == [
-        {
-            "path": "/admin/weights",
-            "key": f"Bearer {key_file.read_text().strip()}",
-            "body": {
-                "source": {"path": str(tmp_path / "new")},
-                "in_flight": "abort",
-                "cast": False,
-                "label": "step 5",
-                "idempotency_key": "k",
-            },
-        }
-    ]
+    (one,) = asked
+    assert (one["path"], one["key"]) == ("/admin/weights", f"Bearer {key_file.read_text().strip()}")
+    sent = parse_body(SwapBody, json.dumps(one["body"]).encode()).request(requested_by="")
+    assert sent == SwapRequest(
+        WeightSource(str(tmp_path / "new")),
+        in_flight="abort",
+        label="step 5",
+        idempotency_key="k",
+        strategy="rolling",
+        max_paused=2,
+        on_failure="rollback",
+        pinned="end",
+        finish_timeout_s=7.0,
+        verify=True,
+        partial=True,
+        wait_s=3.0,
+    )
     assert "version 2 is committed on 2 replica(s); longest pause 40 ms" in capsys.readouterr().out
 
 
@@ -258,11 +275,49 @@ def test_rollback_names_the_version_or_none(
         assert run(monkeypatch, "rollback", "--url", url) == 0
         assert run(monkeypatch, "rollback", "--to", "2", "--idempotency-key", "k", "--url", url) == 0
     assert {one["path"] for one in asked} == {"/admin/weights/rollback"}
-    assert [one["body"] for one in asked] == [
-        {"version": None, "in_flight": "keep", "idempotency_key": None},
-        {"version": 2, "in_flight": "keep", "idempotency_key": "k"},
+    bodies = [parse_body(RollbackBody, json.dumps(one["body"]).encode()) for one in asked]
+    assert [body.request(requested_by="") for body in bodies] == [
+        RollbackRequest(),
+        RollbackRequest(2, idempotency_key="k"),
     ]
     assert "version 4 is committed on 1 replica(s)" in capsys.readouterr().out
+
+
+def test_the_swap_says_what_it_left_and_who_lags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
+    result = {"version": 4, "replicas": ["a"], "paused_s": 0.04, "total_s": 1.5}
+    with admin_server(200, result | {"lagging": ["b"], "replaced": [], "unchanged": ["w"]}) as (url, asked):
+        assert run(monkeypatch, "swap", "--hub", "org/name", "--revision", "v2", "--url", url) == 0
+    assert asked[0]["body"]["source"] == {"hub": "org/name", "revision": "v2"}
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "not there yet, and out of routing until they are: b",
+        "tensors left as they were: w",
+    ]
+    assert run(monkeypatch, "swap") == 1
+    assert "name the weights by either --path or --hub" in refusal(capsys)
+
+
+def test_pause_renews_and_resumes_by_its_lease(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
+    lease = asdict(PauseLease("l1", 5.0, 5.0, replicas=["a", "b"])) | {"ended": ["l1"]}
+    with admin_server(200, lease) as (url, asked):
+        assert run(monkeypatch, "pause", "--lease", 5, "--in-flight", "finish", "--url", url) == 0
+        assert run(monkeypatch, "pause", "--renew", "l1", "--lease", 9, "--url", url) == 0
+        assert run(monkeypatch, "resume", "--lease-id", "l1", "--url", url) == 0
+    assert [(one["path"], one["body"]) for one in asked] == [
+        ("/admin/pause", {"lease_s": 5.0, "in_flight": "finish"}),
+        ("/admin/pause/l1/renew", {"lease_s": 9.0}),
+        ("/admin/resume", {"lease_id": "l1"}),
+    ]
+    assert capsys.readouterr().out.splitlines() == [
+        "2 replica(s) stand still for 5 s: lease l1",
+        "2 replica(s) stand still for 5 s: lease l1",
+        "ended 1 pause(s)",
+    ]
 
 
 def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -271,10 +326,15 @@ def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixtur
         [ReplicaReport("a", 1, "lagging", error="there is no folder /w")],
         history=[CommittedVersion(2, WeightSource("/w"), label="step 5", requested_by="me"), CommittedVersion(1)],
         problem="replica b cannot start",
+        swap_in_progress="s",
+        phase="park",
+        pauses=[PauseLease("l1", 60.0, 30.0, requested_by="me")],
     )
     print_status(asdict(status), as_json=False)
     assert capsys.readouterr().out.splitlines() == [
         "committed: version 2, /w, step 5, me",
+        "swap in progress: s, phase park",
+        "paused: lease l1, 30 s left, by me",
         "problem: replica b cannot start",
         "a: version 1, lagging, 0 running, 0 waiting, there is no folder /w",
         "earlier: version 1, the model it was started with",

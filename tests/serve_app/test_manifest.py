@@ -138,7 +138,7 @@ def test_a_rename_that_cannot_be_made_durable_is_taken_back(tmp_path: Path, monk
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(manifest_module, "_sync_folder", fail)
+        patch.setattr(manifest_module, "sync_folder", fail)
         with pytest.raises(ManifestError, match="cannot be written: Input/output error"):
             file.write(second(held))
     assert ManifestFile(str(tmp_path)).claim(FRESH).versions == FRESH.versions

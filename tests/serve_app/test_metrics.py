@@ -50,6 +50,7 @@ def test_labels_are_only_those_with_few_values() -> None:
         "finish_reason",
         "state",
         "outcome",
+        "reason",
         "route",
         "status",
         "version",

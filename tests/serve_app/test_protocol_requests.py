@@ -1,11 +1,14 @@
+import dataclasses
 import json
 from typing import Any
 
 import pytest
 
 from engine import InvalidRequest, SamplingParams, WorkloadHints
+from serve_app.messages import Probes, WeightSource
 from serve_app.protocol.parsing import parse_body, read_object
-from serve_app.protocol.requests import ChatRequest, CompletionRequest, SwapBody
+from serve_app.protocol.requests import ChatRequest, CompletionRequest
+from serve_app.protocol.weights import PauseBody, RollbackBody, SwapBody
 from serve_app.router.bounds import check_bounds
 from serve_app.settings import LimitSettings
 
@@ -233,17 +236,56 @@ def test_a_swap_names_its_source() -> None:
     with pytest.raises(InvalidRequest, match="source is missing"):
         parse_body(SwapBody, b"{}")
     swap = parse_body(SwapBody, b'{"source": {"hub": "org/name", "revision": "v2"}, "wait_s": 30.0}')
+    assert swap.request(requested_by="me").source == WeightSource(hub="org/name", revision="v2")
     assert (swap.source.hub, swap.source.revision, swap.wait_s) == ("org/name", "v2", 30.0)
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({}, "source must hold either path or hub"),
-        ({"path": "/weights", "hub": "org/name"}, "source must hold either path or hub"),
+        ({}, "source must hold one of path, layers and hub"),
+        ({"path": "/weights", "hub": "org/name"}, "source must hold one of path, layers and hub"),
         ({"path": "/weights", "revision": "v2"}, "source.revision is 'v2'; only a hub has revisions"),
     ],
 )
 def test_a_source_that_is_none_or_two_is_refused(source: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         parse_body(SwapBody, json.dumps({"source": source}).encode())
+
+
+def test_every_option_of_a_swap_reaches_the_request() -> None:
+    body = {
+        "source": {"layers": ["/a", "/b"]},
+        "in_flight": "finish",
+        "pinned": "end",
+        "finish_timeout_s": 5.0,
+        "strategy": "rolling",
+        "max_paused": 2,
+        "on_failure": "rollback",
+        "verify": True,
+        "wait_s": 3.0,
+        "idempotency_key": "k",
+        "partial": True,
+        "cast": True,
+        "probes": {"prompts": [[1, 2]], "reference": [[-0.5]], "max_abs_difference": 0.1},
+        "label": "l",
+    }
+    request = parse_body(SwapBody, json.dumps(body).encode()).request(requested_by="me")
+    assert request.source == WeightSource(layers=("/a", "/b"))
+    assert request.probes == Probes([[1, 2]], [[-0.5]], 0.1)
+    sent = {name: value for name, value in body.items() if name not in ("source", "probes")}
+    assert {name: getattr(request, name) for name in sent} == sent
+    assert {field.name for field in dataclasses.fields(request)} == {*body, "requested_by"}
+
+
+def test_every_option_of_a_rollback_reaches_the_request() -> None:
+    body = {"version": 3, "in_flight": "recompute", "strategy": "rolling", "max_paused": 2, "verify": True}
+    request = parse_body(RollbackBody, json.dumps(body).encode()).request(requested_by="me")
+    assert {name: getattr(request, name) for name in body} == body
+
+
+def test_a_pause_needs_a_lease() -> None:
+    pause = parse_body(PauseBody, b'{"lease_s": 30.0, "in_flight": "finish"}').request(requested_by="me")
+    assert (pause.lease_s, pause.in_flight, pause.requested_by) == (30.0, "finish", "me")
+    with pytest.raises(InvalidRequest, match="lease_s is missing"):
+        parse_body(PauseBody, b"{}")

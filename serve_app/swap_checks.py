@@ -1,0 +1,108 @@
+"""What is refused of a swap before anything is done for it, by name."""
+
+from pathlib import PurePath
+
+from engine import InvalidRequest
+from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOptions, SwapRequest
+
+MAX_LABEL_LENGTH = 1024
+"""Characters of a label and of an idempotency key, which the history keeps."""
+MAX_LAYERS = 64
+"""Folders that one version may lie in: every replica that starts reads all of them."""
+MAX_PROBES = 64
+MAX_PROBE_LENGTH = 4096
+"""Probes run while staging, beside generation; they are for a look and not for a benchmark."""
+MAX_LEASE_S = 3600.0
+"""A trainer that is gone must not keep a fleet still for longer."""
+CHOICES = {
+    "in_flight": ("keep", "recompute", "finish", "abort"),
+    "pinned": ("finish", "end"),
+    "strategy": ("synchronous", "rolling"),
+    "on_failure": ("continue", "rollback"),
+}
+PAUSE_CHOICES = ("keep", "finish")
+
+
+def check_swap(request: SwapRequest) -> None:
+    """Raises InvalidRequest for what came over a handle, where nobody has checked it."""
+    source = request.source
+    check_options(request)
+    _check_text(label=request.label, path=source.path, hub=source.hub, revision=source.revision)
+    if source.hub is None and not source.folders:
+        raise InvalidRequest("source names no folder; give one", "source")
+    if len(source.layers) > MAX_LAYERS:
+        raise InvalidRequest(f"source has {len(source.layers)} layers; at most {MAX_LAYERS} are read", "source")
+    for folder in source.folders:
+        _check_text(path=folder)
+        if not PurePath(folder).is_absolute():
+            raise InvalidRequest(f"path is {folder!r}; it must be absolute, as replicas run in other folders", "path")
+    if request.probes is not None:
+        _check_probes(request.probes)
+
+
+def check_rollback(request: RollbackRequest) -> None:
+    """Raises InvalidRequest."""
+    check_options(request)
+    if request.version is not None and type(request.version) is not int:
+        raise InvalidRequest(f"version is {request.version!r}; it must be an integer", "version")
+
+
+def check_options(options: SwapOptions) -> None:
+    """Raises InvalidRequest."""
+    _check_text(idempotency_key=options.idempotency_key)
+    for name, choices in CHOICES.items():
+        value = getattr(options, name)
+        if value not in choices:
+            raise InvalidRequest(f"{name} is {value!r}; it must be one of {', '.join(choices)}", name)
+    if options.max_paused < 1:
+        raise InvalidRequest(f"max_paused is {options.max_paused}; it must be at least 1", "max_paused")
+    if options.strategy != "rolling" and (options.max_paused, options.on_failure) != (1, "continue"):
+        raise InvalidRequest("max_paused and on_failure are for strategy 'rolling' alone", "strategy")
+    if options.finish_timeout_s is not None and not options.finish_timeout_s > 0:
+        raise InvalidRequest(f"finish_timeout_s is {options.finish_timeout_s}; it must be above 0", "finish_timeout_s")
+
+
+def check_pause(request: PauseRequest) -> None:
+    """Raises InvalidRequest."""
+    check_lease(request.lease_s)
+    if request.in_flight not in PAUSE_CHOICES:
+        raise InvalidRequest(
+            f"in_flight is {request.in_flight!r}; it must be one of {', '.join(PAUSE_CHOICES)}", "in_flight"
+        )
+
+
+def check_lease(lease_s: float) -> None:
+    """Raises InvalidRequest."""
+    if not 0 < lease_s <= MAX_LEASE_S:
+        raise InvalidRequest(f"lease_s is {lease_s}; it must be above 0 and at most {MAX_LEASE_S:g}", "lease_s")
+
+
+def _check_probes(probes: Probes) -> None:
+    lengths = [len(prompt) for prompt in probes.prompts]
+    if not 1 <= len(lengths) <= MAX_PROBES:
+        raise InvalidRequest(f"probes has {len(lengths)} prompts; give 1 to {MAX_PROBES}", "probes")
+    if not all(2 <= length <= MAX_PROBE_LENGTH for length in lengths):
+        raise InvalidRequest(
+            f"probes has a prompt of {min(lengths)} to {max(lengths)} ids; each needs 2 to {MAX_PROBE_LENGTH}", "probes"
+        )
+    if probes.reference is None:
+        return
+    if [len(row) for row in probes.reference] != [length - 1 for length in lengths]:
+        raise InvalidRequest(
+            "probes.reference does not fit its prompts; give one log-probability for each id after the first", "probes"
+        )
+
+
+def _check_text(**texts: object) -> None:
+    """Raises InvalidRequest for what the manifest could not hold."""
+    for name, text in texts.items():
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{name} is {text!r}; it must be text", name)
+        if name != "path" and len(text) > MAX_LABEL_LENGTH:
+            raise InvalidRequest(f"{name} has {len(text)} characters; at most {MAX_LABEL_LENGTH} are kept", name)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidRequest(f"{name} is {text!r}, which has half a surrogate pair; use another", name) from None

@@ -1,0 +1,461 @@
+"""The phases of a swap between controller and replicas, with what may go wrong in each. Simulated, in virtual time."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import InvalidRequest, WeightsError, WeightsInvalid
+from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapRequest, WeightSource
+from serve_app.protocol.errors import LeaseGone, VersionUnavailable
+from tests.serve_app.simulated_fleet import SETTINGS, Replica, SimulatedFleet
+from tests.serve_app.virtual_loop import VirtualLoop
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[SimulatedFleet]:
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    fleet = SimulatedFleet(loop, tmp_path)
+    fleet.folders |= {f"/{number}": {"a": float(number), "b": float(number)} for number in range(1, 6)}
+    fleet.start_controller()
+    for _ in range(3):
+        fleet.add()
+    fleet.pass_time(3)
+    assert len(fleet.generating()) == 3
+    yield fleet
+    loop.end()
+    asyncio.set_event_loop(None)
+
+
+def swapped(fleet: SimulatedFleet, path: str, **options: Any) -> Any:
+    return fleet.loop.run(_done(fleet.swap(path, **options)))
+
+
+async def _done(task: "asyncio.Task[Any]") -> Any:
+    return await task
+
+
+def refused(fleet: SimulatedFleet, path: str, **options: Any) -> str:
+    with pytest.raises(WeightsError) as caught:
+        swapped(fleet, path, **options)
+    return str(caught.value)
+
+
+def assert_all_serve(fleet: SimulatedFleet, version: int, *, num_replicas: int = 3) -> None:
+    """One version everywhere, and everybody generates."""
+    assert sorted(fleet.generating().values()) == [version] * num_replicas
+
+
+# Synchronous
+
+
+def test_a_synchronous_swap_parks_all_before_any_commits_and_resumes_none_before_all_have(
+    fleet: SimulatedFleet,
+) -> None:
+    parked: dict[str, list[int]] = {}
+
+    async def look(phase: str, _: Replica) -> None:
+        parked.setdefault(phase, []).append(len(fleet.generating()))
+
+    fleet.before_call = look
+    result = swapped(fleet, "/1")
+    assert_all_serve(fleet, 2)
+    assert (result.replicas, result.lagging, result.strategy) == (["r0", "r1", "r2"], [], "synchronous")
+    assert parked["stage"] == [3, 3, 3]
+    assert parked["vote"] == parked["commit"] == [0, 0, 0]
+    assert list(result.phases_s) == ["stage", "park", "vote", "commit", "resume"]
+
+
+@pytest.mark.parametrize("phase", ["stage", "park"])
+def test_a_replica_that_fails_before_the_commit_point_leaves_the_old_weights_running(
+    fleet: SimulatedFleet, phase: str
+) -> None:
+    fleet.replicas["r1"].engine.fails_to = {phase}
+    assert refused(fleet, "/1") == f"replica r1: cannot {phase}"
+    assert_all_serve(fleet, 1)
+    fleet.replicas["r1"].engine.fails_to = set()
+    assert swapped(fleet, "/1").version == 2
+
+
+def falls_silent_in(fleet: SimulatedFleet, phase: str, name: str) -> Callable[[str, Replica], Any]:
+    async def silence(method: str, replica: Replica) -> None:
+        if (method, replica.name) == (phase, name):
+            replica.awake.clear()
+
+    return silence
+
+
+@pytest.mark.parametrize("phase", ["stage", "park", "vote"])
+def test_a_replica_that_falls_silent_before_the_commit_point_aborts_the_swap(fleet: SimulatedFleet, phase: str) -> None:
+    fleet.before_call = falls_silent_in(fleet, phase, "r1")
+    assert f"did not {phase}" in refused(fleet, "/1")
+    fleet.before_call = None
+    assert sorted(fleet.generating()) == ["r0", "r2"]
+    fleet.replicas["r1"].awake.set()
+    fleet.pass_time(30)
+    assert_all_serve(fleet, 1)
+
+
+def test_a_replica_that_falls_silent_after_its_vote_stays_parked_while_the_others_go_on(fleet: SimulatedFleet) -> None:
+    fleet.before_call = falls_silent_in(fleet, "commit", "r1")
+    result = swapped(fleet, "/1")
+    fleet.before_call = None
+    assert (result.replicas, result.lagging) == (["r0", "r2"], ["r1"])
+    assert result.paused_s < SETTINGS.forget_after_s + 1
+    assert fleet.generating() == {"r0": 2, "r2": 2}
+    fleet.replicas["r1"].awake.set()
+    fleet.pass_time(10)
+    assert_all_serve(fleet, 2)
+    assert not fleet.killed
+
+
+def test_a_replica_that_does_not_converge_in_time_is_replaced(fleet: SimulatedFleet) -> None:
+    fleet.before_call = falls_silent_in(fleet, "commit", "r1")
+    swapped(fleet, "/1")
+    fleet.before_call = None
+    fleet.pass_time(SETTINGS.converge_timeout_s + 10)
+    assert fleet.killed == ["r1"]
+    assert_all_serve(fleet, 2)
+
+
+def test_a_replica_that_dies_after_its_vote_does_not_hold_the_others_up(fleet: SimulatedFleet) -> None:
+    async def die(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("commit", "r1") and replica.is_alive:
+            fleet.kill("r1")
+            fleet.add()
+
+    fleet.before_call = die
+    result = swapped(fleet, "/1")
+    assert result.replicas == ["r0", "r2"]
+    fleet.pass_time(10)
+    assert_all_serve(fleet, 2)
+
+
+def test_one_commit_that_fails_leaves_that_replica_parked_until_it_has_caught_up(fleet: SimulatedFleet) -> None:
+    fleet.replicas["r1"].engine.fails_to = {"commit"}
+    result = swapped(fleet, "/1")
+    assert (result.replicas, result.lagging) == (["r0", "r2"], ["r1"])
+    assert fleet.generating() == {"r0": 2, "r2": 2}
+    fleet.replicas["r1"].engine.fails_to = set()
+    fleet.pass_time(15)
+    assert_all_serve(fleet, 2)
+
+
+def test_a_commit_that_fails_everywhere_is_taken_back(fleet: SimulatedFleet) -> None:
+    for replica in fleet.replicas.values():
+        replica.engine.fails_to = {"commit"}
+    assert "cannot commit" in refused(fleet, "/1")
+    assert_all_serve(fleet, 1)
+
+
+def test_a_replica_that_starts_in_mid_swap_generates_only_the_new_version(fleet: SimulatedFleet) -> None:
+    async def start(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("vote", "r0"):
+            fleet.add()
+            await asyncio.sleep(3)
+
+    fleet.before_call = start
+    swapped(fleet, "/1")
+    fleet.pass_time(10)
+    assert_all_serve(fleet, 2, num_replicas=4)
+
+
+@pytest.mark.parametrize("phase", ["park", "vote"])
+def test_without_a_controller_only_those_that_have_not_voted_resume(fleet: SimulatedFleet, phase: str) -> None:
+    async def die(method: str, _: Replica) -> None:
+        if method == {"park": "vote", "vote": "commit"}[phase]:
+            fleet.kill_controller()
+            await asyncio.sleep(10_000)
+
+    fleet.before_call = die
+    fleet.swap("/1")
+    fleet.pass_time(SETTINGS.lease_s + 30)
+    fleet.before_call = None
+    # The decision was durable before the first was told to commit.
+    assert fleet.generating() == ({"r0": 1, "r1": 1, "r2": 1} if phase == "park" else {})
+    fleet.start_controller()
+    fleet.pass_time(30)
+    assert_all_serve(fleet, 1 if phase == "park" else 2)
+
+
+def test_a_vote_whose_decision_was_not_written_is_undone_by_the_next_controller(
+    fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fleet.weights is not None
+
+    async def die(_: object) -> None:
+        fleet.kill_controller()
+        await asyncio.sleep(10_000)
+
+    monkeypatch.setattr(fleet.weights._history, "commit", die)
+    fleet.swap("/1")
+    fleet.pass_time(100)
+    assert fleet.generating() == {}
+    fleet.start_controller()
+    fleet.pass_time(20)
+    assert_all_serve(fleet, 1)
+    assert swapped(fleet, "/2").version == 2
+
+
+# Rolling
+
+
+def test_a_rolling_swap_leads_requests_away_and_pauses_no_more_than_allowed(fleet: SimulatedFleet) -> None:
+    fleet.is_synchronous = False
+    fenced: list[int] = []
+    versions: list[list[int]] = []
+
+    async def look(phase: str, replica: Replica) -> None:
+        if phase == "commit":
+            fenced.append(sum(one.follower.is_fenced for one in fleet.replicas.values()))
+            versions.append(sorted(fleet.versions()))
+
+    fleet.before_call = look
+    result = swapped(fleet, "/1", strategy="rolling", max_paused=1)
+    assert_all_serve(fleet, 2)
+    assert set(fenced) == {1}
+    assert [1, 2] in versions
+    assert result.replicas == ["r0", "r1", "r2"]
+    assert not any(one.follower.is_fenced for one in fleet.replicas.values())
+
+
+def test_a_replica_that_fails_in_a_rolling_swap_is_replaced_by_one_at_the_new_version(fleet: SimulatedFleet) -> None:
+    fleet.is_synchronous = False
+    fleet.replicas["r1"].engine.fails_to = {"commit"}
+    result = swapped(fleet, "/1", strategy="rolling")
+    assert (result.replicas, result.replaced) == (["r0", "r2"], ["r1"])
+    fleet.pass_time(5)
+    assert_all_serve(fleet, 2)
+
+
+def test_a_rolling_swap_that_fails_brings_all_back_where_that_was_asked(fleet: SimulatedFleet) -> None:
+    fleet.is_synchronous = False
+    fleet.replicas["r1"].engine.fails_to = {"commit"}
+
+    async def mend(method: str, replica: Replica) -> None:
+        if method == "stage" and fleet.heard.count(("r1", "commit")):
+            replica.engine.fails_to = set()
+
+    fleet.before_call = mend
+    message = refused(fleet, "/1", strategy="rolling", on_failure="rollback")
+    assert message == ("replica r1: cannot commit; all replicas are back at the weights of version 1, as version 3")
+    assert_all_serve(fleet, 3)
+    assert all(one.engine.content == fleet.folders["/base"] for one in fleet.replicas.values())
+
+
+# What the weights are
+
+
+def test_a_partial_swap_keeps_the_other_tensors_and_says_which(fleet: SimulatedFleet) -> None:
+    swapped(fleet, "/1")
+    fleet.folders["/part"] = {"b": 9.0}
+    result = swapped(fleet, "/part", partial=True)
+    assert result.unchanged == ["a"]
+    assert all(one.engine.content == {"a": 1.0, "b": 9.0} for one in fleet.replicas.values())
+    fleet.kill("r0")
+    fleet.add()
+    fleet.pass_time(5)
+    assert_all_serve(fleet, 3)
+    assert all(one.engine.content == {"a": 1.0, "b": 9.0} for one in fleet.replicas.values())
+
+
+def test_replicas_that_read_different_weights_are_told_apart(fleet: SimulatedFleet) -> None:
+    async def overwrite(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("stage", "r2"):
+            await asyncio.sleep(0.5)
+            fleet.folders["/1"] = {"a": 7.0, "b": 1.0}
+
+    fleet.before_call = overwrite
+    assert "replicas r0 and r2 read different weights" in refused(fleet, "/1")
+    assert_all_serve(fleet, 1)
+
+
+def test_a_folder_overwritten_after_its_commit_is_found_by_the_next_replica_that_starts(fleet: SimulatedFleet) -> None:
+    swapped(fleet, "/1")
+    fleet.folders["/1"] = {"a": 1.0, "b": 7.0}
+    fleet.add()
+    fleet.pass_time(5)
+    assert sorted(fleet.generating()) == ["r0", "r1", "r2"]
+    assert fleet.weights is not None
+    problem = str(fleet.loop.run(fleet.weights.status()).problem)
+    assert "/1 no longer holds the weights that were committed" in problem
+    assert "the first tensor that differs is b" in problem
+    fleet.folders["/1"] = {"a": 1.0, "b": 1.0}
+    fleet.pass_time(10)
+    assert_all_serve(fleet, 2, num_replicas=4)
+
+
+def test_a_rollback_to_what_is_gone_or_overwritten_is_refused(fleet: SimulatedFleet) -> None:
+    swapped(fleet, "/1")
+    swapped(fleet, "/2")
+    for content in ({"a": 5.0, "b": 5.0}, None):
+        if content is None:
+            del fleet.folders["/1"]
+        else:
+            fleet.folders["/1"] = content
+        assert fleet.weights is not None
+        with pytest.raises(VersionUnavailable, match="no going back to version 2"):
+            fleet.loop.run(fleet.weights.rollback(RollbackRequest(2)))
+    assert_all_serve(fleet, 3)
+
+
+def test_weights_that_are_not_what_was_staged_are_found_and_their_replica_replaced(fleet: SimulatedFleet) -> None:
+    async def corrupt(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("verify", "r1"):
+            replica.engine.content["b"] = 99.0
+
+    fleet.before_call = corrupt
+    result = swapped(fleet, "/1", verify=True)
+    assert (result.verified, result.replaced) == (["r0", "r2"], ["r1"])
+    fleet.pass_time(5)
+    assert_all_serve(fleet, 2)
+
+
+@pytest.mark.parametrize(
+    ("probes", "message"),
+    [
+        (Probes([[1, 2]], [[1.5]], 0.1), "0.5 from its reference; at most 0.1"),
+        (Probes([[1, 2]]), None),
+        (Probes([[1, 2, 3]], [[1.0, 1.05]], 0.1), None),
+    ],
+)
+def test_probes_decide_before_the_commit(fleet: SimulatedFleet, probes: Probes, message: str | None) -> None:
+    if message is None:
+        assert swapped(fleet, "/1", probes=probes).version == 2
+    else:
+        assert message in refused(fleet, "/1", probes=probes)
+        assert_all_serve(fleet, 1)
+
+
+def test_a_probe_that_is_not_finite_is_refused(fleet: SimulatedFleet) -> None:
+    fleet.folders["/nan"] = {"a": float("nan"), "b": 0.0}
+    with pytest.raises(WeightsInvalid, match="not finite"):
+        swapped(fleet, "/nan", probes=Probes([[1, 2]]))
+
+
+def test_without_a_replica_the_controller_checks_and_commits(fleet: SimulatedFleet) -> None:
+    for name in list(fleet.replicas):
+        fleet.kill(name)
+    fleet.pass_time(10)
+    assert "there is no folder /nowhere" in refused(fleet, "/nowhere")
+    result = swapped(fleet, "/1")
+    assert (result.version, result.replicas, result.lagging) == (2, [], [])
+    assert fleet.weights is not None
+    assert fleet.loop.run(fleet.weights.rollback(RollbackRequest(1))).version == 3
+    fleet.add()
+    fleet.pass_time(5)
+    assert_all_serve(fleet, 3, num_replicas=1)
+
+
+def test_what_a_partial_swap_left_is_told_again_to_whoever_repeats_it(fleet: SimulatedFleet) -> None:
+    fleet.folders["/part"] = {"b": 9.0}
+    first = swapped(fleet, "/part", partial=True, idempotency_key="k")
+    fleet.kill_controller()
+    fleet.start_controller()
+    fleet.pass_time(5)
+    assert swapped(fleet, "/part", partial=True, idempotency_key="k") == first
+    assert first.unchanged == ["a"]
+
+
+def test_a_version_may_not_lie_in_ever_more_folders(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    swap = SwapRequest(WeightSource(layers=tuple(f"/{i}" for i in range(65))))
+    with pytest.raises(InvalidRequest, match="at most 64"):
+        fleet.loop.run(fleet.weights.swap(swap))
+
+
+# Leased pauses
+
+
+def test_a_leased_pause_stops_all_and_ends_by_itself(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    lease = fleet.loop.run(fleet.weights.pause(PauseRequest(20.0)))
+    assert lease.replicas == ["r0", "r1", "r2"]
+    assert fleet.generating() == {}
+    fleet.pass_time(10)
+    fleet.loop.run(fleet.weights.renew_pause(lease.lease_id))
+    fleet.pass_time(15)
+    assert fleet.generating() == {}
+    assert [one.lease_id for one in fleet.loop.run(fleet.weights.status()).pauses] == [lease.lease_id]
+    fleet.pass_time(7)
+    assert_all_serve(fleet, 1)
+    with pytest.raises(LeaseGone, match="is over"):
+        fleet.loop.run(fleet.weights.renew_pause(lease.lease_id))
+
+
+def test_a_pause_ends_when_it_is_told_to_and_others_go_on(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    first, second = (fleet.loop.run(fleet.weights.pause(PauseRequest(50.0))) for _ in range(2))
+    assert fleet.loop.run(fleet.weights.resume(first.lease_id)) == [first.lease_id]
+    fleet.pass_time(5)
+    assert fleet.generating() == {}
+    assert fleet.loop.run(fleet.weights.resume()) == [second.lease_id]
+    assert_all_serve(fleet, 1)
+
+
+def test_a_replica_that_starts_during_a_pause_stands_still_too(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    fleet.loop.run(fleet.weights.pause(PauseRequest(30.0)))
+    fleet.add()
+    fleet.pass_time(20)
+    assert fleet.generating() == {}
+    fleet.pass_time(15)
+    assert_all_serve(fleet, 1, num_replicas=4)
+
+
+def test_a_pause_outlives_its_controller_no_longer_than_its_lease(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    lease = fleet.loop.run(fleet.weights.pause(PauseRequest(30.0)))
+    fleet.kill_controller()
+    fleet.pass_time(15)
+    assert fleet.generating() == {}
+    fleet.start_controller()
+    fleet.pass_time(3)
+    assert fleet.loop.run(fleet.weights.renew_pause(lease.lease_id, 10.0)).lease_id == lease.lease_id
+    fleet.kill_controller()
+    fleet.pass_time(12)
+    assert_all_serve(fleet, 1)
+
+
+def test_a_swap_during_a_pause_is_carried_out_in_it(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    fleet.loop.run(fleet.weights.pause(PauseRequest(30.0)))
+    assert swapped(fleet, "/1").version == 2
+    assert fleet.generating() == {}
+    fleet.loop.run(fleet.weights.resume())
+    assert_all_serve(fleet, 2)
+
+
+def test_a_pause_that_one_replica_cannot_keep_pauses_none(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    fleet.replicas["r1"].engine.fails_to = {"park"}
+    with pytest.raises(WeightsError, match="replica r1: cannot park"):
+        fleet.loop.run(fleet.weights.pause(PauseRequest(30.0)))
+    fleet.replicas["r1"].engine.fails_to = set()
+    fleet.pass_time(3)
+    assert_all_serve(fleet, 1)
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_flight": "kill"}, "in_flight is 'kill'"),
+        ({"strategy": "sideways"}, "strategy is 'sideways'"),
+        ({"max_paused": 2}, "for strategy 'rolling' alone"),
+        ({"strategy": "rolling", "max_paused": 0}, "max_paused is 0"),
+        ({"finish_timeout_s": -1.0}, "finish_timeout_s is -1.0"),
+        ({"probes": Probes([[1]])}, "each needs 2 to"),
+        ({"probes": Probes([[1, 2]], [[0.0, 0.0]])}, "does not fit its prompts"),
+    ],
+)
+def test_an_option_that_cannot_be_honoured_is_refused(
+    fleet: SimulatedFleet, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        swapped(fleet, "/1", **options)
