@@ -8,8 +8,10 @@ from typing import Any
 
 from ray import serve
 
+from engine import InvalidRequest
 from serve_app.broadcast import call_all, kill_replica
 from serve_app.buckets import load_bucket
+from serve_app.collective import Meeting, PieceHeader
 from serve_app.fleet_weights import FleetWeights
 from serve_app.messages import (
     CommittedWeights,
@@ -26,18 +28,20 @@ from serve_app.messages import (
 )
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
 from serve_app.ray_agent import start_mirror
+from serve_app.receiver import ReceiverHandle
 from serve_app.settings import AppSettings
 from serve_app.swap_sessions import SwapSessions
 from serve_app.uninterrupted import run_uninterrupted
 from serve_app.weight_history import WeightHistory
 from serve_app.weight_store import WeightStore
 
+CONTROLLER_DEPLOYMENT = "WeightController"
 ENGINE_DEPLOYMENT = "EngineReplica"
 EXPIRY_INTERVAL_S = 1.0
 """Between two looks for leases that have run out; the shortest lease."""
 
 
-@serve.deployment(name="WeightController")
+@serve.deployment(name=CONTROLLER_DEPLOYMENT)
 class WeightController:
     """FleetWeights behind Ray Serve. One replica; restarted, it asks manifest and fleet for the version."""
 
@@ -66,8 +70,13 @@ class WeightController:
             settings.weights.store_folder(application), history_bytes=settings.weights.history_bytes
         )
         self._sessions = SwapSessions(
-            self._store, history, self._weights.swap, max_bytes=settings.weights.session_bytes
+            self._store,
+            history,
+            self._weights.swap,
+            max_bytes=settings.weights.session_bytes,
+            ended=self._end_receiver,
         )
+        self._receivers: dict[str, tuple[ReceiverHandle, Meeting]] = {}
         self._expiry: asyncio.Task[None] | None = None
         start_mirror(recorder.expose, settings.metrics)
 
@@ -93,12 +102,31 @@ class WeightController:
         """
         return await run_uninterrupted(self._sessions.put(session_id, sequence, lambda: load_bucket(box[0])))
 
+    async def join_group(self, session_id: str, meeting: Meeting) -> None:
+        """Starts the receiver of a process group, over which the buckets of a session come, and has it meet."""
+        await self._sessions.renew(session_id)
+        self._end_receiver(session_id)
+        receiver = await asyncio.to_thread(ReceiverHandle, meeting.backend)
+        self._receivers[session_id] = (receiver, meeting)
+        await run_uninterrupted(asyncio.to_thread(receiver.join, meeting))
+
+    async def receive_bucket(self, session_id: str, sequence: int, headers: list[PieceHeader]) -> SessionState:
+        """Writes a bucket that the trainer broadcasts."""
+        await self._sessions.renew(session_id)
+        if session_id not in self._receivers:
+            raise InvalidRequest(f"swap session {session_id} has no process group; join one first", "session_id")
+        receiver, meeting = self._receivers[session_id]
+        load = receiver.loader(headers, timeout_s=meeting.timeout_s)
+        return await run_uninterrupted(self._sessions.put(session_id, sequence, load))
+
     async def commit_session(self, session_id: str) -> SwapResult:
         """Brings what a session has sent to every replica, or to none."""
         return await self._sessions.commit(session_id)
 
     async def abort_session(self, session_id: str) -> None:
         """Ends a session and removes what it sent."""
+        # First, as it may be waiting for a bucket.
+        self._end_receiver(session_id)
         await run_uninterrupted(self._sessions.abort(session_id))
 
     async def renew_session(self, session_id: str) -> SessionState:
@@ -149,6 +177,10 @@ class WeightController:
         result = await swap
         await self._sessions.prune()
         return result
+
+    def _end_receiver(self, session_id: str) -> None:
+        if (found := self._receivers.pop(session_id, None)) is not None:
+            found[0].end()
 
     async def _expire_sessions(self) -> None:
         while True:

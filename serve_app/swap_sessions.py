@@ -66,13 +66,18 @@ class SwapSessions:
         swap: Callable[[SwapRequest], Awaitable[SwapResult]],
         *,
         max_bytes: int,
+        ended: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`swap` brings a folder to the fleet. max_bytes: of all open sessions together."""
+        """`swap` brings a folder to the fleet. max_bytes: of all open sessions together.
+
+        ended: told each session that has ended, however it ended.
+        """
         self._store = store
         self._history = history
         self._swap = swap
         self._max_bytes = max_bytes
+        self._on_end = ended
         self._clock = clock
         self._open: dict[str, _Session] = {}
         self._ended: dict[str, _Ended] = {}
@@ -222,6 +227,7 @@ class SwapSessions:
         session_id = session.request.session_id
         self._open.pop(session_id, None)
         self._ended[session_id] = _Ended(self._clock(), outcome)
+        self._on_end(session_id)
         if session.folder is None or not self._is_remembered(session.folder):
             await asyncio.to_thread(session.writer.drop)
         logger.info("event=session_ended session=%s outcome=%s", session_id, type(outcome).__name__)

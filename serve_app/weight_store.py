@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine import WeightsError
+from serve_app.safetensors_reader import read_tensors
 from serve_app.safetensors_writer import SafetensorsWriter
 from serve_app.tensor_pieces import TensorPiece
 
@@ -124,6 +125,19 @@ class FolderWriter:
         except BaseException:
             self.drop()
             raise
+
+    def fill(self, folders: Sequence[str]) -> list[str]:
+        """Adds the tensors that did not come, each from the last of the folders that has it; gives their names.
+
+        The folder is then whole without those it was to lie over. Raises WeightsSourceError where one cannot be read.
+        """
+        filled = []
+        for folder in reversed(folders):
+            for name, pieces in read_tensors(folder):
+                if name not in self.names:
+                    self.append(pieces)
+                    filled.append(name)
+        return sorted(filled)
 
     def seal(self) -> str:
         """Makes the folder durable under its last name, and gives that. Raises WeightsError where it is not whole."""

@@ -10,6 +10,7 @@ Every error is one of the project's (`engine.errors`, `serve_app.protocol.errors
 from serve_app.client.completion import Completion
 from serve_app.client.connecting import connect, connect_sync
 from serve_app.client.pitstop import Pitstop
+from serve_app.client.swap import Swap, SyncSwap
 from serve_app.client.sync import SyncPitstop
 
-__all__ = ["Completion", "Pitstop", "SyncPitstop", "connect", "connect_sync"]
+__all__ = ["Completion", "Pitstop", "Swap", "SyncPitstop", "SyncSwap", "connect", "connect_sync"]

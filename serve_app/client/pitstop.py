@@ -1,15 +1,32 @@
 """The application, from any event loop."""
 
 import asyncio
+import os
+import socket
+import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from engine import PitstopError, QueueFull, SamplingParams, WorkloadHints
 from serve_app.client.completion import Completion, join_events
-from serve_app.messages import FleetStatus, PauseLease, RollbackRequest, SwapRequest, SwapResult, TokenEvent
+from serve_app.client.swap import Swap, TensorObject
+from serve_app.client.transport import GROUP_TIMEOUT_S, group_options
+from serve_app.controller import CONTROLLER_DEPLOYMENT
+from serve_app.messages import (
+    FleetStatus,
+    PauseLease,
+    RollbackRequest,
+    SessionRequest,
+    SwapRequest,
+    SwapResult,
+    TokenEvent,
+    WeightSource,
+)
+from serve_app.protocol.errors import DeadlineExceeded
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.service import Prompt
 
@@ -19,6 +36,10 @@ MAX_CONCURRENT = 128
 """Prompts of a batch in flight at once: enough to fill an engine's batch, below what its queue refuses."""
 FIRST_RETRY_S, LAST_RETRY_S = 0.1, 5.0
 """A batch that meets a full queue tries again, doubling its wait between these."""
+LEASE_S = 60.0
+"""Of a swap session: a trainer that is alive renews it four times as often."""
+STATUS_INTERVAL_S = 0.2
+"""Between two looks of one that waits; replicas report once a second."""
 
 
 class Pitstop:
@@ -113,22 +134,80 @@ class Pitstop:
 
         return await asyncio.gather(*(complete(prompt, params) for prompt, params in zip(prompts, each, strict=True)))
 
+    def swap(
+        self,
+        *,
+        in_flight: str = "keep",
+        cast: bool = False,
+        label: str = "",
+        idempotency_key: str | None = None,
+        wait_s: float = 0.0,
+        lease_s: float = LEASE_S,
+        transport: str = "object_store",
+        backend: str | None = None,
+        group_timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> Swap:
+        """Gives a swap session: `async with pitstop.swap() as swap: await swap.put(named_tensors)`.
+
+        Leaving it brings what was put to every replica, or raises with the old weights serving; by an exception it is
+        aborted. wait_s: how long to wait at its end for another swap that is under way. lease_s: how long after the
+        death of this process the session is dropped.
+        transport: "object_store" is Ray's; "torch_distributed" broadcasts over a process group of its own, of this
+        process and a receiver beside the controller, with the backend "gloo" (the default) or "nccl".
+        group_timeout_s: how long one side of it waits for the other.
+        """
+        session_id = uuid.uuid4().hex
+        request = SwapRequest(
+            WeightSource(),
+            cast=cast,
+            label=label,
+            in_flight=in_flight,
+            wait_s=wait_s,
+            # So that the outcome can be asked for where the answer is lost.
+            idempotency_key=idempotency_key or session_id,
+            requested_by=f"Python client, process {os.getpid()} on {socket.gethostname()}",
+        )
+        controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, self._handle.app_name)
+        group = group_options(transport, backend=backend, timeout_s=group_timeout_s)
+        return Swap(controller, SessionRequest(session_id, request, lease_s), timeout_s=self._timeout_s, group=group)
+
     async def swap_weights(
         self,
-        path: str,
+        source: str | TensorObject,
         *,
         in_flight: str = "keep",
         cast: bool = False,
         label: str = "",
         idempotency_key: str | None = None,
     ) -> SwapResult:
-        """Replaces the weights of the whole fleet by those in a folder that every replica can read.
+        """Replaces the weights of the whole fleet by those of a source.
 
+        That is a folder that every replica can read; or a state dict, as such, as a reference in Ray's object store
+        (`ray.put`), or as a list of references to its parts, of which one at a time is in memory.
         Raises WeightsSourceError, WeightsInvalid and SwapConflict; the old weights then go on serving. Sent again with
         the idempotency_key of a swap that was committed, it gives that one's result and changes nothing.
         """
-        response = self._handle.swap_weights.remote(path, in_flight, cast, label, idempotency_key)
-        return await call(response, timeout_s=self._timeout_s, whom="the router")
+        if isinstance(source, str):
+            response = self._handle.swap_weights.remote(source, in_flight, cast, label, idempotency_key)
+            return await call(response, timeout_s=self._timeout_s, whom="the router")
+        async with self.swap(in_flight=in_flight, cast=cast, label=label, idempotency_key=idempotency_key) as swap:
+            await swap.put_objects(source)
+        return swap.result
+
+    async def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> FleetStatus:
+        """Waits until every replica serves at least this version; raises DeadlineExceeded when it takes too long."""
+        give_up_at = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            status = await self.status()
+            behind = [report.replica_id for report in status.replicas if report.version < version]
+            if status.replicas and not behind and status.committed.version >= version:
+                return status
+            if asyncio.get_running_loop().time() + STATUS_INTERVAL_S > give_up_at:
+                raise DeadlineExceeded(
+                    f"weight version {version} was not served everywhere within {timeout_s:g} s: committed is "
+                    f"{status.committed.version}, behind are {', '.join(behind) or 'none of the replicas'}"
+                )
+            await asyncio.sleep(STATUS_INTERVAL_S)
 
     async def rollback(
         self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None

@@ -8,7 +8,9 @@ from typing import Any, Self, TypeVar
 
 from engine import PitstopError, SamplingParams, WorkloadHints
 from serve_app.client.completion import Completion
-from serve_app.client.pitstop import MAX_CONCURRENT, Pitstop
+from serve_app.client.pitstop import LEASE_S, MAX_CONCURRENT, Pitstop
+from serve_app.client.swap import SyncSwap, TensorObject
+from serve_app.client.transport import GROUP_TIMEOUT_S
 from serve_app.messages import FleetStatus, PauseLease, RollbackRequest, SwapRequest, SwapResult, TokenEvent
 from serve_app.router.service import Prompt
 
@@ -75,9 +77,36 @@ class SyncPitstop:
         )
         return self._wait(batch)
 
+    def swap(
+        self,
+        *,
+        in_flight: str = "keep",
+        cast: bool = False,
+        label: str = "",
+        idempotency_key: str | None = None,
+        wait_s: float = 0.0,
+        lease_s: float = LEASE_S,
+        transport: str = "object_store",
+        backend: str | None = None,
+        group_timeout_s: float = GROUP_TIMEOUT_S,
+    ) -> SyncSwap:
+        """Gives a swap session as `Pitstop.swap` does: `with pitstop.swap() as swap: swap.put(named_tensors)`."""
+        swap = self._pitstop.swap(
+            in_flight=in_flight,
+            cast=cast,
+            label=label,
+            idempotency_key=idempotency_key,
+            wait_s=wait_s,
+            lease_s=lease_s,
+            transport=transport,
+            backend=backend,
+            group_timeout_s=group_timeout_s,
+        )
+        return SyncSwap(swap, self._wait)
+
     def swap_weights(
         self,
-        path: str,
+        source: str | TensorObject,
         *,
         in_flight: str = "keep",
         cast: bool = False,
@@ -85,9 +114,12 @@ class SyncPitstop:
         idempotency_key: str | None = None,
     ) -> SwapResult:
         swap = self._pitstop.swap_weights(
-            path, in_flight=in_flight, cast=cast, label=label, idempotency_key=idempotency_key
+            source, in_flight=in_flight, cast=cast, label=label, idempotency_key=idempotency_key
         )
         return self._wait(swap)
+
+    def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> FleetStatus:
+        return self._wait(self._pitstop.wait_for_version(version, timeout_s=timeout_s))
 
     def rollback(
         self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine import InvalidRequest, WeightsError, WeightsInvalid
+from engine import InvalidRequest, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app import safetensors_writer
 from serve_app.tensor_pieces import TensorPiece, cut_buckets
 from serve_app.weight_store import FolderWriter, WeightStore
@@ -215,6 +215,49 @@ def test_only_what_dead_writers_left_is_removed(store: WeightStore) -> None:
     send(alive, {"w": torch.zeros(8)})
     alive.seal()
     assert len(store.sealed()) == 2
+
+
+def test_what_did_not_come_is_filled_from_the_last_folder_that_has_it(store: WeightStore) -> None:
+    def layer(**tensors: Tensor) -> str:
+        writer = store.begin()
+        send(writer, tensors)
+        return writer.seal()
+
+    large = torch.randn(2**22 + 3)  # more than one piece is read at once
+    below = layer(a=torch.zeros(2), b=torch.zeros(3).half(), large=large, empty=torch.empty(0))
+    above = layer(a=torch.ones(2))
+    writer = store.begin()
+    send(writer, {"b": torch.ones(3).half()})
+    assert writer.fill([below, above]) == ["a", "empty", "large"]
+    whole = read(writer.seal())
+    assert torch.equal(whole["a"], torch.ones(2))
+    assert torch.equal(whole["b"], torch.ones(3).half())
+    assert torch.equal(whole["large"], large)
+    assert whole["empty"].shape == (0,)
+
+
+def test_many_small_tensors_are_filled_from_sharded_folders(store: WeightStore) -> None:
+    tensors = {f"layer.{number}.weight": torch.full((2,), float(number)) for number in range(1500)}
+    below = store.begin()
+    send(below, tensors)
+    writer = store.begin()
+    assert len(writer.fill([below.seal()])) == 1500
+    back = read(writer.seal())
+    assert all(torch.equal(back[name], tensor) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut short", "no safetensors"])
+def test_a_folder_that_cannot_be_read_is_a_clear_error(store: WeightStore, damage: str) -> None:
+    below = Path(sealed(store, 100)) / "model.safetensors"
+    if damage == "gone":
+        below.unlink()
+    else:
+        below.write_bytes(below.read_bytes()[:-1] if damage == "cut short" else b"\xff" * 100)
+    writer = store.begin()
+    with pytest.raises(WeightsSourceError, match=r"cannot be read any more.*send whole weights"):
+        writer.fill([str(below.parent)])
+    writer.drop()
+    assert store.sealed() == [below.parent]
 
 
 def test_pruning_takes_what_no_version_needs_and_then_the_oldest(tmp_path: Path) -> None:

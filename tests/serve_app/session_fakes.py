@@ -1,0 +1,75 @@
+"""The sessions of a controller over a real store and a history in memory, without a fleet behind them."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from engine import PitstopError
+from serve_app.messages import CommittedVersion, SessionRequest, SwapRequest, SwapResult, WeightSource
+from serve_app.swap_sessions import SwapSessions
+from serve_app.tensor_pieces import TensorPiece, cut_buckets
+from serve_app.weight_history import WeightHistory
+from serve_app.weight_store import WeightStore
+
+LEASE_S = 10.0
+
+
+class Fleet:
+    """Commits what sessions bring to a history in memory, at a time the test can stop."""
+
+    def __init__(self, folder: Path, *, max_bytes: int = 2**30, history_bytes: int = 2**30) -> None:
+        self.now = 0.0
+        self.error: PitstopError | None = None
+        self.swapping, self.may_swap = asyncio.Event(), asyncio.Event()
+        self.may_swap.set()
+        self.num_swaps = 0
+        self.on_end: Callable[[str], None] = lambda _: None
+        self.history = WeightHistory(application="pitstop", model="base", folder=None, num_earlier=16)
+        self.store = WeightStore(folder / "store", history_bytes=history_bytes)
+        self.sessions = SwapSessions(
+            self.store,
+            self.history,
+            self.swap,
+            max_bytes=max_bytes,
+            ended=lambda one: self.on_end(one),
+            clock=lambda: self.now,
+        )
+
+    async def swap(self, request: SwapRequest) -> SwapResult:
+        self.num_swaps += 1
+        self.swapping.set()
+        await self.may_swap.wait()
+        if self.error is not None:
+            raise self.error
+        version = self.history.next_version
+        result = SwapResult(version, version - 1, ["a", "b"], 0.1, 0.01, 0.2)
+        committed = CommittedVersion(
+            version, request.source, label=request.label, idempotency_key=request.idempotency_key, result=result
+        )
+        await self.history.commit(committed)
+        return result
+
+    async def open(self, session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None) -> None:
+        await self.sessions.open(request(session_id, lease_s=lease_s, key=key))
+
+    async def put(self, sequence: int, session_id: str = "one", **tensors: Tensor) -> int:
+        return (await self.sessions.put(session_id, sequence, bucket(**tensors))).next_sequence
+
+    def left(self) -> list[str]:
+        return sorted(path.name for path in self.store.folder.iterdir())
+
+    def newest(self) -> dict[str, Tensor]:
+        source = self.history.newest.source
+        assert source is not None
+        return load_file(Path(source.path) / "model.safetensors")
+
+
+def request(session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None) -> SessionRequest:
+    return SessionRequest(session_id, SwapRequest(WeightSource(), label="step 7", idempotency_key=key), lease_s=lease_s)
+
+
+def bucket(**tensors: Tensor) -> Callable[[], Iterable[TensorPiece]]:
+    return lambda: [piece for pieces in cut_buckets(tensors, bucket_bytes=2**20) for piece in pieces]
