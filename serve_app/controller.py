@@ -27,6 +27,7 @@ from serve_app.messages import (
     SwapResult,
 )
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
+from serve_app.model_store import resolve_model
 from serve_app.ray_agent import start_mirror
 from serve_app.receiver import ReceiverHandle
 from serve_app.settings import AppSettings
@@ -74,6 +75,7 @@ class WeightController:
             history,
             self._weights.swap,
             max_bytes=settings.weights.session_bytes,
+            base_path=lambda: resolve_model(settings.model),
             ended=self._end_receiver,
         )
         self._receivers: dict[str, tuple[ReceiverHandle, Meeting]] = {}

@@ -22,6 +22,8 @@ logger = logging.getLogger("ray.serve.pitstop")
 
 MAX_OPEN_SESSIONS = 4
 """A fleet has one trainer, or few that take turns; each session holds disk."""
+MAX_LAYERS = 8
+"""Folders that the weights of a version lie in, the first of them whole or over the configured model."""
 LEASE_LIMITS_S = (1.0, 3600.0)
 KEPT_ENDED, KEPT_ENDED_S = 64, 600.0
 """How many ended sessions are remembered, and how long, so that a call whose answer was lost can be sent again."""
@@ -38,6 +40,7 @@ class _Session:
     lease_until: float
     next_sequence: int = 0
     folder: str | None = None
+    filled: list[str] = field(default_factory=list)
     commit: "asyncio.Task[SwapResult] | None" = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -66,17 +69,20 @@ class SwapSessions:
         swap: Callable[[SwapRequest], Awaitable[SwapResult]],
         *,
         max_bytes: int,
+        base_path: Callable[[], str],
         ended: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`swap` brings a folder to the fleet. max_bytes: of all open sessions together.
 
-        ended: told each session that has ended, however it ended.
+        base_path: gives the folder of the model that the application was started with. ended: told each session that
+        has ended, however it ended.
         """
         self._store = store
         self._history = history
         self._swap = swap
         self._max_bytes = max_bytes
+        self._base_path = base_path
         self._on_end = ended
         self._clock = clock
         self._open: dict[str, _Session] = {}
@@ -204,18 +210,41 @@ class SwapSessions:
     async def _commit(self, session: _Session) -> SwapResult:
         async with session.lock:
             try:
+                self._check_base(session)
                 if session.folder is None:
+                    session.filled = await self._fill_long_chain(session)
                     session.folder = await asyncio.to_thread(session.writer.seal)
-                result = await self._swap(replace(session.request.swap, source=WeightSource(session.folder)))
+                result = await self._swap(_request_of(session, session.folder))
             except SwapConflict:
                 session.commit = None
                 self._renew(session)
                 raise
             except Exception as error:
                 raise await self._failed(session, error) from error
+            result = replace(result, unchanged=session.filled) if session.filled else result
             await self._end(session, result)
             await self.prune()
             return result
+
+    def _check_base(self, session: _Session) -> None:
+        """Raises SwapConflict where the changes that a session holds are to weights that are not served any more."""
+        newest = self._history.newest.version
+        if session.request.swap.partial and newest != session.base_version:
+            raise SwapConflict(
+                f"version {newest} was committed since this session began, and what it holds are changes to version "
+                f"{session.base_version}; begin again"
+            )
+
+    async def _fill_long_chain(self, session: _Session) -> list[str]:
+        """Makes a partial update whole where the layers below it are many, as every replica that starts reads them all.
+
+        Gives the tensors that it took from them: none where the update stays a layer.
+        """
+        source = self._history.newest.source
+        if not session.request.swap.partial or source is None or len(source.folders) < MAX_LAYERS:
+            return []
+        base = [await asyncio.to_thread(self._base_path)] if source.on_model else []
+        return await asyncio.to_thread(session.writer.fill, [*base, *source.folders])
 
     async def _failed(self, session: _Session, error: Exception) -> PitstopError:
         """Ends a session with an error, and gives that as one of the project's."""
@@ -265,6 +294,12 @@ class SwapSessions:
 
     def _renew(self, session: _Session) -> None:
         session.lease_until = self._clock() + session.request.lease_s
+
+
+def _request_of(session: _Session, folder: str) -> SwapRequest:
+    """Gives the swap of a folder; one that was filled holds everything."""
+    swap = session.request.swap
+    return replace(swap, source=WeightSource(folder), partial=swap.partial and not session.filled)
 
 
 def _gone(session_id: str, reason: str) -> SwapSessionGone:

@@ -138,6 +138,8 @@ class Pitstop:
         self,
         *,
         in_flight: str = "keep",
+        strategy: str = "synchronous",
+        partial: bool = False,
         cast: bool = False,
         label: str = "",
         idempotency_key: str | None = None,
@@ -150,8 +152,9 @@ class Pitstop:
         """Gives a swap session: `async with pitstop.swap() as swap: await swap.put(named_tensors)`.
 
         Leaving it brings what was put to every replica, or raises with the old weights serving; by an exception it is
-        aborted. wait_s: how long to wait at its end for another swap that is under way. lease_s: how long after the
-        death of this process the session is dropped.
+        aborted. strategy: "synchronous" or "rolling". partial: what is not put keeps its value, and
+        `swap.result.unchanged` names it. wait_s: how long to wait at its end for another swap that is under way.
+        lease_s: how long after the death of this process the session is dropped.
         transport: "object_store" is Ray's; "torch_distributed" broadcasts over a process group of its own, of this
         process and a receiver beside the controller, with the backend "gloo" (the default) or "nccl".
         group_timeout_s: how long one side of it waits for the other.
@@ -159,6 +162,8 @@ class Pitstop:
         session_id = uuid.uuid4().hex
         request = SwapRequest(
             WeightSource(),
+            partial=partial,
+            strategy=strategy,
             cast=cast,
             label=label,
             in_flight=in_flight,

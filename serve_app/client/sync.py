@@ -81,6 +81,8 @@ class SyncPitstop:
         self,
         *,
         in_flight: str = "keep",
+        strategy: str = "synchronous",
+        partial: bool = False,
         cast: bool = False,
         label: str = "",
         idempotency_key: str | None = None,
@@ -93,6 +95,8 @@ class SyncPitstop:
         """Gives a swap session as `Pitstop.swap` does: `with pitstop.swap() as swap: swap.put(named_tensors)`."""
         swap = self._pitstop.swap(
             in_flight=in_flight,
+            strategy=strategy,
+            partial=partial,
             cast=cast,
             label=label,
             idempotency_key=idempotency_key,

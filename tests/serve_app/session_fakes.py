@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,6 +27,7 @@ class Fleet:
         self.swapping, self.may_swap = asyncio.Event(), asyncio.Event()
         self.may_swap.set()
         self.num_swaps = 0
+        self.base = ""
         self.on_end: Callable[[str], None] = lambda _: None
         self.history = WeightHistory(application="pitstop", model="base", folder=None, num_earlier=16)
         self.store = WeightStore(folder / "store", history_bytes=history_bytes)
@@ -34,6 +36,7 @@ class Fleet:
             self.history,
             self.swap,
             max_bytes=max_bytes,
+            base_path=lambda: self.base,
             ended=lambda one: self.on_end(one),
             clock=lambda: self.now,
         )
@@ -47,13 +50,19 @@ class Fleet:
         version = self.history.next_version
         result = SwapResult(version, version - 1, ["a", "b"], 0.1, 0.01, 0.2)
         committed = CommittedVersion(
-            version, request.source, label=request.label, idempotency_key=request.idempotency_key, result=result
+            version, self._whole(request), label=request.label, idempotency_key=request.idempotency_key, result=result
         )
         await self.history.commit(committed)
         return result
 
-    async def open(self, session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None) -> None:
-        await self.sessions.open(request(session_id, lease_s=lease_s, key=key))
+    def _whole(self, request: SwapRequest) -> WeightSource:
+        if not request.partial:
+            return request.source
+        below = self.history.newest.source or WeightSource(on_model=True)
+        return WeightSource(layers=(*below.folders, *request.source.folders), on_model=below.on_model)
+
+    async def open(self, session_id: str = "one", **options: Any) -> None:
+        await self.sessions.open(request(session_id, **options))
 
     async def put(self, sequence: int, session_id: str = "one", **tensors: Tensor) -> int:
         return (await self.sessions.put(session_id, sequence, bucket(**tensors))).next_sequence
@@ -62,13 +71,19 @@ class Fleet:
         return sorted(path.name for path in self.store.folder.iterdir())
 
     def newest(self) -> dict[str, Tensor]:
+        """The weights that are served, from their folders."""
         source = self.history.newest.source
         assert source is not None
-        return load_file(Path(source.path) / "model.safetensors")
+        folders = [*([self.base] if source.on_model else []), *source.folders]
+        layers = [load_file(Path(folder) / "model.safetensors") for folder in folders]
+        return {name: tensor for layer in layers for name, tensor in layer.items()}
 
 
-def request(session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None) -> SessionRequest:
-    return SessionRequest(session_id, SwapRequest(WeightSource(), label="step 7", idempotency_key=key), lease_s=lease_s)
+def request(
+    session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None, partial: bool = False
+) -> SessionRequest:
+    swap = SwapRequest(WeightSource(), label="step 7", idempotency_key=key, partial=partial)
+    return SessionRequest(session_id, swap, lease_s=lease_s)
 
 
 def bucket(**tensors: Tensor) -> Callable[[], Iterable[TensorPiece]]:

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from engine import InvalidRequest, QueueFull, SwapConflict, WeightsError, WeightsInvalid
+from engine import InvalidRequest, QueueFull, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.messages import SwapRequest, WeightSource
 from serve_app.protocol.errors import SwapSessionGone
-from serve_app.swap_sessions import MAX_OPEN_SESSIONS, SwapSessions
+from serve_app.swap_sessions import MAX_LAYERS, MAX_OPEN_SESSIONS, SwapSessions
 from serve_app.tensor_pieces import TensorPiece
 from serve_app.weight_history import WeightHistory
 from tests.serve_app.session_fakes import LEASE_S, Fleet, bucket, request
@@ -199,7 +200,7 @@ async def test_a_controller_that_was_replaced_prunes_nothing(tmp_path: Path) -> 
 
     fleet = Fleet(tmp_path)
     fleet.history = history()
-    fleet.sessions = SwapSessions(fleet.store, fleet.history, fleet.swap, max_bytes=2**30)
+    fleet.sessions = SwapSessions(fleet.store, fleet.history, fleet.swap, max_bytes=2**30, base_path=str)
     await fleet.open()
     await fleet.put(0, w=torch.zeros(4))
     await fleet.sessions.commit("one")
@@ -209,3 +210,77 @@ async def test_a_controller_that_was_replaced_prunes_nothing(tmp_path: Path) -> 
     other.seal()
     await fleet.sessions.prune()
     assert len(fleet.store.sealed()) == 2
+
+
+@pytest.fixture
+def base(fleet: Fleet, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """The weights that the application was started with."""
+    tensors = {name: torch.zeros(4) for name in ("w", "v", "u")}
+    fleet.base = str(tmp_path / "base")
+    Path(fleet.base).mkdir()
+    save_file(tensors, Path(fleet.base) / "model.safetensors")
+    return tensors
+
+
+async def test_partial_updates_pile_up_to_a_bound_and_then_are_made_whole(
+    fleet: Fleet, base: dict[str, torch.Tensor]
+) -> None:
+    heights = []
+    for number in range(2 * MAX_LAYERS + 1):
+        name, value = ("w", "v")[number % 2], torch.full((4,), float(number))
+        await fleet.open(str(number), partial=True)
+        await fleet.put(0, str(number), **{name: value})
+        result = await fleet.sessions.commit(str(number))
+        base[name] = value
+        source = fleet.history.newest.source
+        assert source is not None
+        heights.append(len(source.folders))
+        assert result.unchanged == (sorted({"u", "v", "w"} - {name}) if source.path else [])
+        assert all(torch.equal(tensor, base[name]) for name, tensor in fleet.newest().items())
+        assert fleet.newest().keys() == base.keys()
+    assert heights == [*range(1, MAX_LAYERS + 1), *range(1, MAX_LAYERS + 1), 1]
+
+
+async def test_the_layers_below_stay_while_a_version_needs_them(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, history_bytes=1)
+    await fleet.open("whole")
+    await fleet.put(0, "whole", w=torch.zeros(4), v=torch.zeros(4))
+    await fleet.sessions.commit("whole")
+    for number in range(3):
+        await fleet.open(str(number), partial=True)
+        await fleet.put(0, str(number), w=torch.full((4,), float(number)))
+        await fleet.sessions.commit(str(number))
+    assert len(fleet.left()) == 4
+    assert torch.equal(fleet.newest()["w"], torch.full((4,), 2.0))
+    await fleet.open("whole again")
+    await fleet.put(0, "whole again", w=torch.ones(4), v=torch.ones(4))
+    await fleet.sessions.commit("whole again")
+    assert len(fleet.left()) == 1
+
+
+async def test_changes_to_weights_that_are_served_no_more_are_refused(
+    fleet: Fleet, base: dict[str, torch.Tensor]
+) -> None:
+    for session_id in ("one", "two"):
+        await fleet.open(session_id, partial=True)
+        await fleet.put(0, session_id, w=torch.ones(4))
+    await fleet.sessions.commit("one")
+    with pytest.raises(SwapConflict, match="changes to version 1; begin again"):
+        await fleet.sessions.commit("two")
+    await fleet.sessions.abort("two")
+    assert len(fleet.left()) == 1
+
+
+async def test_a_layer_that_is_gone_refuses_the_update_and_leaves_nothing(
+    fleet: Fleet, base: dict[str, torch.Tensor]
+) -> None:
+    for number in range(MAX_LAYERS):
+        await fleet.open(str(number), partial=True)
+        await fleet.put(0, str(number), w=torch.full((4,), float(number)))
+        await fleet.sessions.commit(str(number))
+    (Path(fleet.base) / "model.safetensors").unlink()
+    await fleet.open(partial=True)
+    await fleet.put(0, w=torch.ones(4))
+    with pytest.raises(WeightsSourceError, match="send whole weights once"):
+        await fleet.sessions.commit("one")
+    assert len(fleet.left()) == MAX_LAYERS

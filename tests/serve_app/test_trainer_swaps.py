@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import ray
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -176,6 +176,30 @@ async def test_refused_and_aborted_swaps_change_nothing_and_leave_nothing(
     assert stored_bytes(after) == stored_bytes(before)
     assert after.store is not None
     assert after.store.open_sessions == 0
+
+
+async def test_partial_updates_change_what_was_put_and_name_the_rest(
+    llm: Pitstop, folders: dict[str, str], tmp_path: Path
+) -> None:
+    await llm.swap_weights(tensors(folders["second"]))
+    other = tensors(folders["third"])
+    changed = {name: tensor for name, tensor in other.items() if ".layers.1." in name}
+    expected = make_model_folder(tmp_path / "expected", seed=1)
+    whole = tensors(expected) | changed
+    save_file(whole, Path(expected) / WEIGHTS_FILE, metadata={"format": "pt"})
+    async with llm.swap(partial=True, strategy="rolling") as swap:
+        await swap.put(changed)
+    assert sorted(swap.result.unchanged) == sorted(whole.keys() - changed.keys())
+    await assert_served_everywhere(llm, expected, version=swap.result.version)
+    # A new replica finds it, too.
+    kill_actor_of("EngineReplica")
+
+    async def status() -> FleetStatus:
+        return await llm.status()
+
+    await eventually(status, until=lambda found: len(found.replicas) == 1)
+    await eventually(status, until=lambda found: len(found.replicas) == 2)
+    await assert_served_everywhere(llm, expected, version=swap.result.version)
 
 
 async def test_a_swap_whose_answer_was_lost_may_be_asked_for_again(llm: Pitstop, folders: dict[str, str]) -> None:
