@@ -295,9 +295,11 @@ class Recorder:
         gauge, values = self._gauges[name], (*self._constant.values(), *labels)
         (gauge.labels(*values) if values else gauge).set(value)
 
-    def observe(self, name: str, *labels: str, value: float) -> None:
+    def observe(self, name: str, *labels: str, value: float, times: int = 1) -> None:
         histogram, values = self._histograms[name], (*self._constant.values(), *labels)
-        (histogram.labels(*values) if values else histogram).observe(value)
+        series = histogram.labels(*values) if values else histogram
+        for _ in range(times):
+            series.observe(value)
 
     def expose(self) -> str:
         """Gives everything recorded so far as Prometheus text."""
