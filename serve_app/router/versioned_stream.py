@@ -42,6 +42,8 @@ class VersionedStream:
             if event is not None:
                 self._is_begun = True
                 return event
+            # Of several samples of a prompt some may not have been told yet.
+            self._stream.close()
             await self._wait()
             self._stream = self._fleet.generate(self._request, asked_at=self._asked_at)
         return await anext(self._stream)
@@ -55,7 +57,10 @@ class VersionedStream:
             event = await anext(self._stream)
         except (WeightVersionUnavailable, WeightVersionGone):
             return None
-        is_gone = event.finish_reason == FinishReason.WEIGHT_VERSION_GONE and not event.token_ids
+        is_gone = all(
+            each.finish_reason == FinishReason.WEIGHT_VERSION_GONE and not each.token_ids
+            for each in (event, *event.more)
+        )
         return None if is_gone else event
 
     async def _wait(self) -> None:

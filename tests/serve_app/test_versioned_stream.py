@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -117,6 +118,11 @@ async def test_a_pin_that_goes_before_the_first_token_is_a_refusal_and_later_an_
     fleet.refusal = TokenEvent("r", [], finish_reason="weight_version_gone")
     with pytest.raises(WeightVersionGone):
         await anext(opened(fleet, wait_s=60, least=None, pin=4))
+    other = TokenEvent("r/1", [], finish_reason="weight_version_gone", index=1)
+    fleet.refusal = replace(fleet.refusal, more=[other])
+    with pytest.raises(WeightVersionGone):
+        await anext(opened(fleet, wait_s=60, least=None, pin=4))
+    assert all(stream.is_closed for stream in fleet.streams)
     fleet.refusal = TokenEvent("r", [7], finish_reason="weight_version_gone")
     assert (await anext(opened(fleet, wait_s=60, least=None, pin=4))).token_ids == [7]
 
@@ -134,7 +140,7 @@ async def test_closing_closes_the_stream_of_the_moment() -> None:
     stream = opened(fleet, wait_s=0)
     await anext(stream)
     stream.close()
-    assert [one.is_closed for one in fleet.streams] == [False, True]
+    assert [one.is_closed for one in fleet.streams] == [True, True]
 
 
 async def test_one_question_serves_all_who_ask_and_who_leaves_does_not_end_it() -> None:
