@@ -10,14 +10,14 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 # tool:package pairs that make test-all needs beyond Python
-SYSTEM_TOOLS :=
+SYSTEM_TOOLS := prometheus:prometheus promtool:prometheus
 
 PORT ?=
 MODEL ?=
 REPLICAS ?=
 SERVE_OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(REPLICAS),--replicas $(REPLICAS))
 
-.PHONY: help setup fetch serve test test-all test-gpu deps manifests format clean
+.PHONY: help setup fetch serve test test-all test-gpu deps dashboards manifests format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -54,7 +54,14 @@ test-gpu: setup ## what needs a CUDA device and flash-attn; no check in CI does
 	$(PYTEST) -m gpu
 
 deps: ## install the system packages that make test-all uses
-	$(if $(SYSTEM_TOOLS),apt-get install -y --no-install-recommends $(foreach pair,$(SYSTEM_TOOLS),$(lastword $(subst :, ,$(pair)))),@echo "no system package is needed")
+	$(if $(SYSTEM_TOOLS),apt-get install -y --no-install-recommends $(sort $(foreach pair,$(SYSTEM_TOOLS),$(lastword $(subst :, ,$(pair))))),@echo "no system package is needed")
+
+dashboards: ## Prometheus on port 9090 beside make serve, with its alerts; configs/grafana has the dashboards
+	@command -v prometheus >/dev/null || { echo "prometheus is missing: make deps" >&2; exit 1; }
+	@mkdir -p build/prometheus
+	@echo "Prometheus: http://127.0.0.1:9090/alerts"
+	exec prometheus --config.file=configs/prometheus/prometheus.yaml --web.listen-address=127.0.0.1:9090 \
+	    --storage.tsdb.path=build/prometheus --log.level=warn
 
 manifests: setup ## what is made from elsewhere: parts of k8s/, the page of metrics
 	$(BIN)/python -m k8s.generate

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from k8s.dashboards import DASHBOARDS, render
 from serve_app.metrics import METRICS, ROUTER_METRICS, MetricSpec
 
 REPOSITORY = Path(__file__).parents[1]
@@ -27,6 +28,11 @@ def generated_files() -> Iterator[tuple[Path, str]]:
     for overlay, config in CONFIG_OF_OVERLAY.items():
         yield REPOSITORY / "k8s" / "overlays" / overlay / "serve.yaml", _serve_patch(config)
     yield REPOSITORY / "configs" / "prometheus" / "METRICS.md", _metrics_page()
+    for name, dashboard in DASHBOARDS.items():
+        yield REPOSITORY / "configs" / "grafana" / f"{name}.json", render(dashboard)
+    monitoring = REPOSITORY / "k8s" / "components" / "monitoring"
+    yield monitoring / "rules.yaml", _rules()
+    yield monitoring / "dashboards.yaml", _config_maps()
 
 
 def serve_config(name: str) -> dict[str, Any]:
@@ -65,6 +71,34 @@ def _metric_row(spec: MetricSpec) -> str:
     return f"| `{spec.name}` | {spec.kind} | {spec.unit} | {', '.join(labels)} | {what} | {aliases} |"
 
 
+def _rules() -> str:
+    rules = yaml.safe_load((REPOSITORY / "configs" / "prometheus" / "alerts.yaml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        rule["expr"] = _Block(rule["expr"]) if "\n" in rule["expr"] else rule["expr"]
+    resource = {
+        "apiVersion": "monitoring.coreos.com/v1",
+        "kind": "PrometheusRule",
+        "metadata": {"name": "pitstop", "labels": {"release": "prometheus"}},
+        "spec": rules,
+    }
+    return f"# Made from configs/prometheus/alerts.yaml by `make manifests`.\n{_dump(resource)}"
+
+
+def _config_maps() -> str:
+    documents = [
+        _dump(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": dashboard.uid, "labels": {"grafana_dashboard": "1"}},
+                "data": {f"{dashboard.uid}.json": _Block(render(dashboard))},
+            }
+        )
+        for dashboard in DASHBOARDS.values()
+    ]
+    return "# Made from k8s/dashboards.py by `make manifests`.\n" + "---\n".join(documents)
+
+
 class _Block(str):
     """A text that YAML writes as it is, line by line."""
 
@@ -87,4 +121,5 @@ def _dump(value: object) -> str:
 
 if __name__ == "__main__":
     for path, content in generated_files():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)

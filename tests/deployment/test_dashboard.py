@@ -1,26 +1,59 @@
+"""Dashboards and alerts: well formed, and of metrics that exist. `test_prometheus` asks a real Prometheus for them."""
+
 import json
+import re
+import subprocess
 from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
 
 from serve_app.metrics import METRICS
-from tests.tools.dashcheck import errors_of, metrics_of
+from tests.tools.dashcheck import errors_of, metrics_of, metrics_of_expression
 
-DASHBOARD = json.loads((Path(__file__).parents[2] / "configs" / "grafana" / "pitstop.json").read_text())
+REPOSITORY = Path(__file__).parents[2]
+PROMETHEUS = REPOSITORY / "configs" / "prometheus"
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in (REPOSITORY / "configs" / "grafana").glob("*.json")}
+ALERTS: list[dict[str, Any]] = yaml.safe_load((PROMETHEUS / "alerts.yaml").read_text())["groups"][0]["rules"]
 HISTOGRAM_SERIES = ("_bucket", "_sum", "_count")
+EXPOSED = {
+    metric.name + suffix for metric in METRICS for suffix in (HISTOGRAM_SERIES if metric.kind == "histogram" else ("",))
+}
 
 
-def test_the_dashboard_is_well_formed() -> None:
-    assert errors_of(DASHBOARD) == []
+def test_there_are_four_dashboards() -> None:
+    assert set(DASHBOARDS) == {"overview", "engine", "weights", "router"}
 
 
-def test_every_metric_of_the_dashboard_exists() -> None:
-    exposed = {
-        metric.name + suffix
-        for metric in METRICS
-        for suffix in (HISTOGRAM_SERIES if metric.kind == "histogram" else ("",))
-    }
-    asked = metrics_of(DASHBOARD)
-    assert len(asked) > 20
-    assert asked - exposed == set()
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_dashboard_is_well_formed_and_says_what_it_shows(name: str) -> None:
+    assert errors_of(DASHBOARDS[name]) == []
+    for panel in DASHBOARDS[name]["panels"]:
+        if panel["type"] != "row":
+            assert panel["title"]
+            assert panel["description"].endswith(".")
+            assert panel["fieldConfig"]["defaults"]["unit"]
+            assert panel["targets"]
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_every_metric_of_a_dashboard_exists(name: str) -> None:
+    asked = metrics_of(DASHBOARDS[name])
+    assert len(asked) > 5
+    assert asked - EXPOSED == set()
+
+
+def test_every_metric_of_an_alert_exists() -> None:
+    for alert in ALERTS:
+        asked = metrics_of_expression(alert["expr"])
+        assert asked
+        assert asked - EXPOSED == set(), alert["alert"]
+
+
+def test_every_alert_has_a_line_in_the_runbook() -> None:
+    runbook = (REPOSITORY / "README.md").read_text().partition("### Runbook")[2].partition("\n#")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", runbook, re.MULTILINE)) == {alert["alert"] for alert in ALERTS}
 
 
 def test_a_broken_dashboard_is_noticed() -> None:
@@ -33,3 +66,32 @@ def test_a_broken_dashboard_is_noticed() -> None:
     errors = " ".join(errors_of({"panels": [panel, panel], "templating": {"list": []}}))
     for part in ("duplicate panel id 1", "wider than the grid", "panels overlap", "undeclared $b", "in rate("):
         assert part in errors
+
+
+def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["promtool", *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_every_alert_fires_and_is_silent_when_it_should() -> None:
+    tests = yaml.safe_load((PROMETHEUS / "alerts_test.yaml").read_text())["tests"]
+    names = {test["name"] for test in tests}
+    assert names == {f"{alert['alert']} {what}" for alert in ALERTS for what in ("fires", "is silent")}
+    done = promtool("test", "rules", str(PROMETHEUS / "alerts_test.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("expression", ["vector(1) > 2", "vector(1)"], ids=["never", "always"])
+def test_an_alert_that_never_or_always_fires_is_noticed(tmp_path: Path, expression: str) -> None:
+    for alert in ALERTS:
+        broken = [{**rule, "expr": expression} if rule is alert else rule for rule in ALERTS]
+        rules = {"groups": [{"name": "pitstop", "rules": broken}]}
+        (tmp_path / "alerts.yaml").write_text(yaml.safe_dump(rules))
+        (tmp_path / "alerts_test.yaml").write_text((PROMETHEUS / "alerts_test.yaml").read_text())
+        assert promtool("test", "rules", str(tmp_path / "alerts_test.yaml")).returncode != 0, alert["alert"]
+
+
+@pytest.mark.slow
+def test_prometheus_takes_the_configuration() -> None:
+    assert promtool("check", "config", str(PROMETHEUS / "prometheus.yaml")).returncode == 0

@@ -3,6 +3,7 @@
 import copy
 import functools
 import importlib.metadata
+import json
 import os
 import subprocess
 import sys
@@ -26,6 +27,12 @@ from tests.tools.strict_serve import unknown_keys
 OVERLAYS = list(CONFIG_OF_OVERLAY)
 GPU_OVERLAYS = OVERLAYS[1:]
 OLDEST_KUBERNETES, NEWEST_KUBERNETES = "1.30.0", "1.37.0"
+API_VERSION_OF = {
+    "ray.io_rayservices": "ray.io/v1",
+    "monitoring.coreos.com_podmonitors": "monitoring.coreos.com/v1",
+    "monitoring.coreos.com_prometheusrules": "monitoring.coreos.com/v1",
+}
+MAX_CONFIG_MAP_BYTES = 2**20
 Tree = dict[str, Any]
 
 
@@ -61,12 +68,18 @@ def settings_of(overlay: str) -> AppSettings:
     return parse_settings(deployed["applications"][0]["args"])
 
 
-@pytest.fixture(scope="module")
-def schema() -> Tree:
+@functools.cache
+def definition(name: str) -> Tree:
     folder = os.environ.get("PITSTOP_CRDS")
     if not folder:
         pytest.skip("PITSTOP_CRDS names no folder of custom resource definitions")
-    return load_definition(Path(folder) / "ray.io_rayservices.yaml")["ray.io/v1"]
+    (schema,) = (load_definition(Path(folder) / f"{name}.yaml")[version] for version in [API_VERSION_OF[name]])
+    return schema
+
+
+@pytest.fixture(scope="module")
+def schema() -> Tree:
+    return definition("ray.io_rayservices")
 
 
 # Schemas and rules
@@ -91,7 +104,7 @@ def test_the_definition_refuses_what_is_misspelt(schema: Tree) -> None:
 @pytest.mark.parametrize("version", [OLDEST_KUBERNETES, NEWEST_KUBERNETES])
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_kubernetes_takes_every_other_resource_and_every_pod(overlay: str, version: str) -> None:
-    others = [resource for resource in rendered(overlay) if resource["apiVersion"].split("/")[0] != "ray.io"]
+    others = [resource for resource in rendered(overlay) if resource["apiVersion"] not in API_VERSION_OF.values()]
     templates = [group["template"] for group in groups_of(overlay)]
     pods = [
         {
@@ -155,6 +168,32 @@ def test_a_broken_rule_is_noticed(change: Callable[[Tree], None], sentence: str)
     service = service_of("production")
     change(service)
     assert sentence in " ".join(broken_rules(service))
+
+
+def test_the_prometheus_operator_takes_monitors_and_rules() -> None:
+    monitoring = [each for each in rendered("production") if each["apiVersion"].startswith("monitoring")]
+    assert [each["kind"] for each in monitoring] == ["PodMonitor"] * 3 + ["PrometheusRule"]
+    for resource in monitoring:
+        assert errors_of(resource, definition(f"monitoring.coreos.com_{resource['kind'].lower()}s")) == []
+
+
+def test_monitors_find_ports_that_the_pods_have() -> None:
+    head, worker = (pod["containers"][0]["ports"] for pod in pods_of("production"))
+    for resource in rendered("production"):
+        if resource["kind"] == "PodMonitor":
+            is_head = resource["spec"]["selector"]["matchLabels"]["ray.io/node-type"] == "head"
+            names = {port["name"] for port in (head if is_head else worker)}
+            assert {endpoint["port"] for endpoint in resource["spec"]["podMetricsEndpoints"]} <= names
+
+
+def test_a_dashboard_fits_its_config_map() -> None:
+    maps = [resource for resource in rendered("production") if resource["kind"] == "ConfigMap"]
+    assert len(maps) == 4
+    for resource in maps:
+        (text,) = resource["data"].values()
+        assert len(text) < MAX_CONFIG_MAP_BYTES
+        assert json.loads(text)["uid"] == resource["metadata"]["name"]
+        assert resource["metadata"]["labels"]["grafana_dashboard"] == "1"
 
 
 # The application
@@ -303,7 +342,7 @@ def test_the_network_lets_in_the_operator_prometheus_and_clients_and_nobody_else
 
 def test_policies_and_budget_select_the_pods() -> None:
     for resource in rendered("production"):
-        spec = resource["spec"]
+        spec = resource.get("spec", {})
         selector = spec.get("podSelector") or spec.get("selector")
         if selector is None:
             continue

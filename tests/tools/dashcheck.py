@@ -8,8 +8,8 @@ import promql_parser
 
 BUILT_IN_VARIABLES = {"__interval": "1m", "__rate_interval": "5m", "__range": "1h"}
 VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::[^}]*)?\}|\$([A-Za-z_]\w*)")
-METRIC = re.compile(r"(?<![\w\"'=~!{,.])([a-zA-Z_:][\w:]*)\s*(?=[{\[])")
 GRID_COLUMNS = 24
+CHILDREN = ("lhs", "rhs", "expr", "param", "vector_selector")
 
 
 def errors_of(dashboard: dict[str, Any]) -> list[str]:
@@ -28,7 +28,7 @@ def errors_of(dashboard: dict[str, Any]) -> list[str]:
     declared = {variable["name"] for variable in dashboard["templating"]["list"]}
     for title, expression in expressions_of(dashboard):
         errors += [f"{title}: undeclared ${name}" for name in _variables(expression) - declared - {*BUILT_IN_VARIABLES}]
-        errors += [f"{title}: {error}" for error in _syntax_errors(_substituted(expression))]
+        errors += [f"{title}: {error}" for error in _syntax_errors(substituted(expression))]
     return errors
 
 
@@ -45,8 +45,13 @@ def expressions_of(dashboard: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def metrics_of(dashboard: dict[str, Any]) -> set[str]:
-    """The metrics it asks for: names before a selector or a range."""
-    return {name for _, expression in expressions_of(dashboard) for name in METRIC.findall(_substituted(expression))}
+    """The metrics it asks for."""
+    return {name for _, expression in expressions_of(dashboard) for name in metrics_of_expression(expression)}
+
+
+def metrics_of_expression(expression: str) -> set[str]:
+    """The metrics that the parser finds in it."""
+    return _selected(promql_parser.parse(substituted(expression)))
 
 
 def _panels(panels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -65,7 +70,7 @@ def _variables(expression: str) -> set[str]:
     return {braced or bare for braced, bare in VARIABLE.findall(expression)}
 
 
-def _substituted(expression: str) -> str:
+def substituted(expression: str) -> str:
     """The expression with a value for every variable; in a label matcher any text is one."""
     return VARIABLE.sub(lambda match: BUILT_IN_VARIABLES.get(match.group(1) or match.group(2), ".*"), expression)
 
@@ -76,3 +81,12 @@ def _syntax_errors(expression: str) -> list[str]:
     except ValueError as error:
         return [f"{error} in {expression}"]
     return []
+
+
+def _selected(node: Any) -> set[str]:
+    """The names of the selectors in a part of an expression."""
+    if isinstance(node, promql_parser.VectorSelector):
+        return {node.name}
+    parts = [getattr(node, name) for name in CHILDREN if hasattr(node, name)]
+    parts += list(getattr(node, "args", []))
+    return {name for part in parts if part is not None for name in _selected(part)}
