@@ -56,13 +56,14 @@ def main() -> None:
     parser.add_argument("--model", help="a folder or hub id; the default model when not given")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=32, help="new tokens of each")
+    parser.add_argument("--dtype", choices=DTYPES, help="both when not given")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"Load of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
     print("\n| dtype | in flight at the swap | version | tokens | mean difference | largest | the trainer's own mean |")
     print("|---|---|---|---|---|---|---|")
-    for dtype in DTYPES:
+    for dtype in [arguments.dtype] if arguments.dtype else DTYPES:
         for in_flight in ("recompute", "keep"):
             for found in measure(
                 arguments.model or _default_model(),
