@@ -156,13 +156,17 @@ class Clocks:
         from engine.attention.cpu import CpuKernel
         from engine.kv_cache import KVCache
         from engine.loop import GenerationLoop
+        from engine.packed_weights import PackedWeights
         from engine.sampling import RowSampler
 
         with ExitStack() as stack:
             stack.enter_context(self._around_module(model, MODEL))
             stack.enter_context(self._around_module(model.get_output_embeddings(), VOCABULARY))
+            fused = _multiplied_together(model)
             for layer in _linear_layers(model):
-                stack.enter_context(self._around_module(layer, LAYERS))
+                if id(layer) not in fused:
+                    stack.enter_context(self._around_module(layer, LAYERS))
+            stack.enter_context(self._around(PackedWeights, "gated", LAYERS))
             stack.enter_context(self._around(GenerationLoop, "_step", STEP))
             stack.enter_context(self._around(engine.model_runner, "build_batch", BATCH))
             stack.enter_context(self._around(engine.model_runner, "run_attention", ATTENTION, is_maker=True))
@@ -224,6 +228,20 @@ def _linear_layers(model: Any) -> list[Any]:
 
     head = model.get_output_embeddings()
     return [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+
+
+def _multiplied_together(model: Any) -> set[int]:
+    """Gates and their partners, where one call computes both: a clock on one of them would part them."""
+    from engine.products import PanelProducts, find_products
+
+    if not isinstance(find_products(), PanelProducts):
+        return set()
+    return {
+        id(getattr(module, name))
+        for module in model.modules()
+        for name in ("gate_proj", "up_proj")
+        if hasattr(module, "gate_proj") and hasattr(module, "up_proj")
+    }
 
 
 def _seconds(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> float:

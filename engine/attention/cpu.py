@@ -36,8 +36,8 @@ class CpuKernel:
     ) -> Tensor:
         """Stores the new keys and values and gives the attention output as T x (H * G) x D."""
         keys_HNCD, values_HNCD = view.cache.chunks(rules.layer)
-        self._store(view, key_HTD, keys_HNCD)
-        self._store(view, value_HTD, values_HNCD)
+        cache_HNCD = keys_HNCD.numpy(), values_HNCD.numpy()
+        self._store(view, key_HTD, value_HTD, cache_HNCD)
         if view.spans is None:
             view.spans = cut_spans(view, self._compiled.MAX_SPAN)
         query_TAD = query_HGTD.permute(2, 0, 1, 3).flatten(1, 2).contiguous()
@@ -46,7 +46,7 @@ class CpuKernel:
         out_TAV = query_TAD.new_empty(num_tokens, num_heads, value_HTD.shape[-1])
         self._compiled.attend_spans(
             query_TAD.numpy(),
-            (keys_HNCD.numpy(), values_HNCD.numpy()),
+            cache_HNCD,
             view.spans.places_J,
             view.spans.chunk_ids,
             sinks_A,
@@ -56,9 +56,11 @@ class CpuKernel:
         )
         return out_TAV
 
-    def _store(self, view: LayerView, new_HTD: Tensor, cache_HNCD: Tensor) -> None:
-        rows_THD = new_HTD.transpose(0, 1).contiguous()
-        self._compiled.store_rows(rows_THD.numpy(), view.slots_T.numpy(), cache_HNCD.numpy())
+    def _store(
+        self, view: LayerView, key_HTD: Tensor, value_HTD: Tensor, cache_HNCD: tuple[np.ndarray, np.ndarray]
+    ) -> None:
+        rows_THD = [new_HTD.transpose(0, 1).contiguous().numpy() for new_HTD in (key_HTD, value_HTD)]
+        self._compiled.store_rows(*rows_THD, view.slots_T.numpy(), cache_HNCD)
 
 
 def cut_spans(view: LayerView, max_tokens: int) -> Spans:

@@ -33,7 +33,7 @@ def prepare() -> None:
     rules = (np.float32(1), np.float32(0), 1)
     spans = (zero_J, one_J, zero_J, zero_J, zero_J)
     attend_spans(row_TAD, (cache_HNCD,) * 2, spans, zero_J, row_TAD[0, 0], rules, row_TAD, 1)
-    store_rows(row_TAD, zero_J, cache_HNCD)
+    store_rows(row_TAD, row_TAD, zero_J, (cache_HNCD,) * 2)
 
 
 @compiled(nogil=True, parallel=True)
@@ -97,14 +97,19 @@ def attend_spans(
 
 
 @compiled(nogil=True, parallel=True)
-def store_rows(rows_THD: np.ndarray, slots_T: np.ndarray, cache_HNCD: np.ndarray) -> None:
-    """Writes one key or value for each token and head; slot = chunk * C + offset in the chunk."""
-    num_heads, _, chunk, width = cache_HNCD.shape
-    for t in prange(len(rows_THD)):
+def store_rows(
+    keys_THD: np.ndarray, values_THV: np.ndarray, slots_T: np.ndarray, cache_HNCD: tuple[np.ndarray, np.ndarray]
+) -> None:
+    """Writes a key and a value for each token and head; slot = chunk * C + offset in the chunk."""
+    keys_HNCD, values_HNCD = cache_HNCD
+    num_heads, _, chunk, width = keys_HNCD.shape
+    for t in prange(len(slots_T)):
         n, c = slots_T[t] // chunk, slots_T[t] % chunk
         for h in range(num_heads):
             for d in range(width):
-                cache_HNCD[h, n, c, d] = rows_THD[t, h, d]
+                keys_HNCD[h, n, c, d] = keys_THD[t, h, d]
+            for v in range(values_HNCD.shape[3]):
+                values_HNCD[h, n, c, v] = values_THV[t, h, v]
 
 
 @compiled()
