@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -18,7 +18,9 @@ from engine import ContinuousBatchingConfig, WorkloadHints
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ADMIN_KEY_VARIABLE = "PITSTOP_ADMIN_KEY"
 ADMIN_KEY_FILE_VARIABLE = "PITSTOP_ADMIN_KEY_FILE"
-MIN_ADMIN_KEY_LENGTH = 16
+API_KEYS_VARIABLE = "PITSTOP_API_KEYS"
+API_KEYS_FILE_VARIABLE = "PITSTOP_API_KEYS_FILE"
+MIN_KEY_LENGTH = 16
 """Characters; shorter keys can be guessed over the network."""
 BUCKET_NAMES = ("latency", "token_latency", "pause", "length")
 CGROUP_V2_CPU = Path("/sys/fs/cgroup/cpu.max")
@@ -221,6 +223,10 @@ class LimitSettings(Section):
     max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
     max_json_depth: levels of a body; a JSON schema inside of one has a dozen.
     max_choices: answers of one request, `n` for each of its prompts; OpenAI takes 128.
+    max_tenant_requests: requests that one tenant may have under way at a router; None is as many as it likes. A tenant
+        is what the file of keys says, else the request's `user`; requests of neither share one.
+    max_tenant_queued_tokens: tokens of prompts that one tenant may have waiting there; None is any number. A single
+        request may always wait.
     max_stop_strings: entries of `stop`; OpenAI takes 4, and each is compared at every token.
     max_listed: entries of logit_bias, of bad_words and of stop_token_ids.
     """
@@ -231,6 +237,8 @@ class LimitSettings(Section):
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
     max_json_depth: int = Field(default=64, ge=8)
     max_choices: int = Field(default=128, ge=1, le=1024)
+    max_tenant_requests: int | None = Field(default=None, ge=1)
+    max_tenant_queued_tokens: int | None = Field(default=None, ge=1)
     max_stop_strings: int = Field(default=16, ge=1)
     max_listed: int = Field(default=1024, ge=1)
 
@@ -248,6 +256,10 @@ class AppSettings(Section):
     engine: knobs of the engine.
     workload_hints: what is known of the traffic; sizes the cache.
     admin_key_file: file holding the admin key; the environment's PITSTOP_ADMIN_KEY and PITSTOP_ADMIN_KEY_FILE win.
+    api_keys_file: file of keys for users, one a line, each with the name of its tenant behind it where it has one; the
+        environment's PITSTOP_API_KEYS (with commas between them) and PITSTOP_API_KEYS_FILE win. Files are read again
+        when they change. Without keys everybody may ask.
+    cors_origins: web pages that may call the API from a browser, as "https://example.org"; none by default, "*" is all.
     """
 
     model: str = Field(default=DEFAULT_MODEL, min_length=1)
@@ -266,6 +278,8 @@ class AppSettings(Section):
     limits: LimitSettings = Field(default_factory=LimitSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     admin_key_file: str | None = Field(default=None, min_length=1)
+    api_keys_file: str | None = Field(default=None, min_length=1)
+    cors_origins: list[str] = Field(default_factory=list)
 
     @field_validator("engine", mode="before")
     @classmethod
@@ -293,22 +307,52 @@ class AppSettings(Section):
         )
 
     def admin_key(self) -> str | None:
-        """Gives the admin key, or None where none is configured.
+        """Gives the admin key, the first of several, or None where none is configured.
 
         Raises ValueError for a key file that cannot be read, and for a key that is too short or that clients could not
         send: each encodes what is not ASCII in its own way.
         """
-        key = os.environ.get(ADMIN_KEY_VARIABLE, "").strip()
-        path = os.environ.get(ADMIN_KEY_FILE_VARIABLE) or self.admin_key_file
-        if not key and path:
-            key = _read_key(path)
-        if not key and not path:
-            return None
-        if len(key) < MIN_ADMIN_KEY_LENGTH:
-            raise ValueError(f"the admin key has {len(key)} characters; use at least {MIN_ADMIN_KEY_LENGTH}")
-        if not (key.isascii() and key.isprintable()) or " " in key:
-            raise ValueError("the admin key must be printable ASCII without spaces, as a header has to carry it")
-        return key
+        return next(iter(parse_keys(self.admin_keys(), what="admin key")), None)
+
+    def admin_keys(self) -> "KeySource":
+        """Gives where the keys of the admin routes are."""
+        text, path = _key_place(ADMIN_KEY_VARIABLE, ADMIN_KEY_FILE_VARIABLE, self.admin_key_file)
+        return KeySource(text, path, has_tenants=False)
+
+    def api_keys(self) -> "KeySource":
+        """Gives where the keys of users are."""
+        text, path = _key_place(API_KEYS_VARIABLE, API_KEYS_FILE_VARIABLE, self.api_keys_file)
+        return KeySource(text.replace(",", "\n"), path)
+
+
+@dataclass(frozen=True, slots=True)
+class KeySource:
+    """Keys as text, or the file that holds them; neither where none are configured."""
+
+    text: str = ""
+    path: str | None = None
+    has_tenants: bool = True
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.text) or self.path is not None
+
+
+def parse_keys(source: KeySource, *, what: str) -> dict[str, str | None]:
+    """Gives the tenants of keys, by key: one in a line, behind a blank its tenant; a line that begins with # is none.
+
+    Raises ValueError for a file that cannot be read or holds no key, and for a key that is at fault.
+    """
+    text = source.text or ("" if source.path is None else _read_text(source.path, what))
+    lines = [line.strip() for line in text.splitlines()]
+    keys: dict[str, str | None] = {}
+    for line in lines:
+        if line and not line.startswith("#"):
+            key, _, tenant = line.partition(" ") if source.has_tenants else (line, "", "")
+            keys[_checked_key(key, what)] = tenant.strip() or None
+    if source.is_set and not keys:
+        raise ValueError(f"there is no {what} in {source.path or 'the environment'}")
+    return keys
 
 
 def parse_settings(values: Mapping[str, Any]) -> AppSettings:
@@ -339,11 +383,24 @@ def _cgroup_cores(fallback: int) -> int:
         return fallback
 
 
-def _read_key(path: str) -> str:
+def _key_place(variable: str, file_variable: str, path: str | None) -> tuple[str, str | None]:
+    text = os.environ.get(variable, "").strip()
+    return text, None if text else os.environ.get(file_variable) or path
+
+
+def _read_text(path: str, what: str) -> str:
     try:
-        return Path(path).expanduser().read_text().strip()
+        return Path(path).expanduser().read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the admin key file {path} cannot be read: {error}") from None
+        raise ValueError(f"the {what} file {path} cannot be read: {error}") from None
+
+
+def _checked_key(key: str, what: str) -> str:
+    if len(key) < MIN_KEY_LENGTH:
+        raise ValueError(f"the {what} has {len(key)} characters; use at least {MIN_KEY_LENGTH}")
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError(f"the {what} must be printable ASCII without spaces, as a header has to carry it")
+    return key
 
 
 def _describe(problem: Any) -> str:

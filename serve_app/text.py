@@ -4,7 +4,8 @@ Tokens are not characters: a character may take several tokens and a stop string
 comes out of here, put together, is what decoding all tokens at once gives, cut before the first stop string.
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -45,20 +46,41 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Gives the ids of a chat up to where the assistant answers.
+    def encode_chat(
+        self,
+        messages: Sequence[dict[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_values: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Gives the ids of a chat up to where the assistant answers, or goes on with the last message.
 
+        template_values: what the model's own template takes besides.
         Raises InvalidRequest where the model has no chat template and with the message of a template that refuses.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest("the model has no chat template; use /v1/completions", "messages")
+        values = self._checked_values(template_values or {})
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-        except (TemplateError, TypeError, ValueError) as error:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **values,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             # A template is a program of the model's: on input it does not expect it may fail in any of these ways.
             raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from None
         # The template has written the special tokens itself.
         return self.encode(str(text), add_special_tokens=False)
+
+    def _checked_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        # They stand beside transformers' own arguments, which are not the client's to set.
+        for name in values.keys() & inspect.signature(self._tokenizer.apply_chat_template).parameters:
+            raise InvalidRequest(f"chat_template_kwargs.{name} is not the chat template's", "chat_template_kwargs")
+        return values
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Gives the text of ids, exactly: no cleaning up of spaces."""

@@ -5,6 +5,8 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── AdminDisabled                   no admin key is configured
 ├── UnknownModel                    another model is asked for than the one served
 ├── BodyTooLarge                    the body is over `limits.max_body_bytes`
+├── QueueFull                       engine.errors
+│   └── TenantLimit                 the tenant has as much under way as it may have
 ├── NoReplica                       no engine replica answers
 ├── ReplicaLost                     the replica died while it answered
 ├── GenerationFailed                the engine gave this one request up
@@ -55,6 +57,10 @@ class UnknownModel(PitstopError):
 
 class BodyTooLarge(PitstopError):
     """The body of the request is over the limit."""
+
+
+class TenantLimit(QueueFull):
+    """The tenant of this request has as much under way as it may have."""
 
 
 class NoReplica(PitstopError):
@@ -117,6 +123,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     DuplicateRequest: ErrorRule(409, "invalid_request_error", "duplicate_request"),
     WeightVersionGone: ErrorRule(409, "invalid_request_error", "weight_version_gone"),
     QueueFull: ErrorRule(429, "overloaded_error", "queue_full"),
+    TenantLimit: ErrorRule(429, "rate_limit_error", "tenant_limit"),
     EngineStopped: ErrorRule(503, "server_error", "engine_stopped"),
     EngineDead: ErrorRule(503, "server_error", "engine_dead"),
     UnsupportedModel: ErrorRule(500, "server_error", "unsupported_model"),

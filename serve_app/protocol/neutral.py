@@ -14,8 +14,6 @@ SHARED: dict[str, tuple[object, ...]] = {
     "length_penalty": (1,),
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "priority": (0,),
 }
 
 CHAT: dict[str, tuple[object, ...]] = SHARED | {
@@ -36,10 +34,7 @@ CHAT: dict[str, tuple[object, ...]] = SHARED | {
     "prompt_cache_key": (),
     "safety_identifier": (),
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
 }
 
 COMPLETIONS: dict[str, tuple[object, ...]] = SHARED | {"suffix": ("",)}

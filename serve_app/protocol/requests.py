@@ -7,10 +7,11 @@ a temperature.
 from abc import ABC
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from engine import InvalidRequest, WorkloadHints
 from serve_app.protocol import neutral
+from serve_app.protocol.chat_template import ChatTemplateFields
 from serve_app.protocol.parsing import shorten
 from serve_app.protocol.sampling import NumTop, SamplingFields
 from serve_app.protocol.strict import Label, RequestModel
@@ -84,12 +85,25 @@ class StreamOptions(RequestModel):
         return neutral.drop_neutral(values, {"include_obfuscation": (False,)})
 
 
+def _not_zero(value: int) -> int:
+    if value == 0:
+        raise InvalidRequest("is 0; it must be a number of tokens, or -1 for as many as fit")
+    return value
+
+
+class Hints(RequestModel):
+    """What the client knows of its request. expected_output_tokens: of each answer; routing and scaling count on it."""
+
+    expected_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+
+
 class GenerationRequest(SamplingFields, StructureFields, ABC):
     """What chat and completions have in common. null means the default, as clients expect.
 
     Extensions: those of `SamplingFields`, structured_outputs, return_token_ids, cache_salt, session_id,
-    min_weight_version (the least version of the weights that may answer), weight_version (the only one). user is the
-    tenant.
+    min_weight_version (the least version of the weights that may answer), weight_version (the only one), priority
+    (smaller goes first), hints, truncate_prompt_tokens (keeps so many of its last tokens; -1 as many as fit). user is
+    the tenant.
     """
 
     model: str
@@ -100,6 +114,9 @@ class GenerationRequest(SamplingFields, StructureFields, ABC):
     return_timings: bool | None = None
     cache_salt: Label | None = None
     session_id: Label | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    hints: Hints | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = None
     min_weight_version: WeightVersion | None = None
     weight_version: WeightVersion | None = None
     user: Label | None = None
@@ -130,12 +147,17 @@ class GenerationRequest(SamplingFields, StructureFields, ABC):
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def hints(self) -> WorkloadHints:
+    def workload_hints(self) -> WorkloadHints:
         """Gives what the body says about the work; the router adds the lengths."""
-        return WorkloadHints(session_id=self.session_id, tenant=self.user)
+        return WorkloadHints(
+            session_id=self.session_id,
+            tenant=self.user,
+            priority=self.priority or 0,
+            expected_generated_length=(self.hints.expected_output_tokens if self.hints else None) or 0,
+        )
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ChatTemplateFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages

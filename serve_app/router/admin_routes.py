@@ -1,7 +1,5 @@
 """The routes that change or show the weights; they need the admin key."""
 
-import hashlib
-import hmac
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -9,12 +7,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
 from serve_app.messages import FleetStatus
-from serve_app.protocol.errors import AdminDisabled, Unauthorized
+from serve_app.protocol.errors import AdminDisabled
 from serve_app.protocol.parsing import parse_body
 from serve_app.protocol.strict import RequestModel
 from serve_app.protocol.weights import PauseBody, RenewBody, ResumeBody, RollbackBody, SwapBody
 from serve_app.router.edge import read_body
 from serve_app.router.fleet import Fleet
+from serve_app.router.keys import KeyRing
 
 MAX_BODY_BYTES = 4 * 2**20
 """A swap is a path, a label and few flags; its probes may be 64 prompts of 4,096 ids with their references."""
@@ -25,19 +24,16 @@ SHOWN_FIRST = ("version", "source", "label", "committed_at", "requested_by")
 
 
 class AdminKey:
-    """Knows one key by its hash. Without a key it lets nobody in."""
+    """Lets in who brings one of the admin keys. Where none is configured it lets nobody in."""
 
-    def __init__(self, key: str | None) -> None:
-        self._digest = None if key is None else _digest(key)
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
 
     def check(self, request: Request) -> None:
-        """Raises AdminDisabled where no key is configured and Unauthorized unless the request brings it."""
-        if self._digest is None:
+        """Raises AdminDisabled where no key is configured and Unauthorized unless the request brings one."""
+        if not self._keys.is_set:
             raise AdminDisabled("no admin key is configured: set PITSTOP_ADMIN_KEY or PITSTOP_ADMIN_KEY_FILE")
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # Hashes have one length, so the comparison tells nothing about the key, not even how long it is.
-        if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._digest):
-            raise Unauthorized("the admin key is missing or wrong; send it as: Authorization: Bearer KEY")
+        self._keys.find(request.headers.get("authorization", ""))
 
 
 def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
@@ -91,11 +87,3 @@ def _shown(status: FleetStatus) -> dict[str, Any]:
 def _requester(request: Request) -> str:
     # Everybody has the same key, so the address is all there is to tell them apart.
     return f"HTTP from {request.client.host}" if request.client is not None else "HTTP"
-
-
-def _digest(key: str) -> bytes:
-    # Header values reach us decoded as latin-1; encoding them back gives the bytes the client sent.
-    try:
-        return hashlib.sha256(key.encode("latin-1")).digest()
-    except UnicodeEncodeError:
-        return hashlib.sha256(key.encode()).digest()

@@ -4,7 +4,7 @@ from collections.abc import Sized
 
 from engine import InvalidRequest
 from serve_app.protocol.requests import CompletionRequest, GenerationRequest
-from serve_app.settings import LimitSettings
+from serve_app.settings import AppSettings, LimitSettings
 
 
 def check_bounds(body: GenerationRequest, limits: LimitSettings) -> None:
@@ -19,6 +19,16 @@ def check_bounds(body: GenerationRequest, limits: LimitSettings) -> None:
         value: Sized = getattr(body, name) or ()
         if len(value) > limit:
             raise InvalidRequest(f"{name} has {len(value)} entries; at most {limit} are taken", name)
+
+
+def check_priority(body: GenerationRequest, settings: AppSettings) -> None:
+    """Raises InvalidRequest for a priority where the engine's order does not look at it."""
+    order = settings.engine.scheduler_type
+    if body.priority and order != "priority":
+        raise InvalidRequest(
+            f"priority is {body.priority}, and engine.scheduler_type is {order!r}, which ignores it; leave it out",
+            "priority",
+        )
 
 
 _LISTED = ("logit_bias", "bad_words", "stop_token_ids")

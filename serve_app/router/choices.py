@@ -7,22 +7,34 @@ from collections.abc import AsyncIterator, Sequence
 from serve_app.protocol.responses import Timings
 from serve_app.router.answer import Answer, Piece
 from serve_app.router.generation import Generation
+from serve_app.router.keys import ANYBODY, Caller
 from serve_app.router.service import Ask, GenerationService
+from serve_app.router.tenants import TenantPlace
 
 
 class Choices:
-    """Owns its generations: `close` ends them. Choice i is output i % n of prompt i // n."""
+    """Owns its generations: `close` ends them. Choice i is output i % n of prompt i // n.
 
-    def __init__(self, service: GenerationService) -> None:
+    While it is open, its caller may abort it by any of `ids`, and it counts among what its tenant has under way.
+    """
+
+    def __init__(self, service: GenerationService, *, caller: Caller = ANYBODY, ids: tuple[str, ...] = ()) -> None:
         self._opened_at = self._primed_at = time.perf_counter()
         self._service = service
+        self._caller = caller
+        self._ids = ids
+        self._place: TenantPlace | None = None
         self.generations: list[Generation] = []
         self.answers: list[Answer] = []
         """All of them, by index."""
 
     async def open(self, asks: Sequence[Ask]) -> None:
         """Opens and primes a generation for each prompt; raises what refuses any of them."""
+        tenant = asks[0].hints.tenant or self._caller.owner
+        self._place = self._service.tenants.enter(tenant, num_tokens=sum(len(ask.prompt_ids) for ask in asks))
+        self._service.in_flight.add(self._ids, self._caller.owner, self)
         await self._open(asks)
+        self._place.begin()
         self._primed_at = time.perf_counter()
 
     async def _open(self, asks: Sequence[Ask]) -> None:
@@ -80,6 +92,14 @@ class Choices:
         """Ends in the engine what has not ended."""
         for generation in self.generations:
             generation.close()
+        self._service.in_flight.remove(self._ids, self._caller.owner, self)
+        if self._place is not None:
+            self._place.leave()
+
+    def abort(self) -> None:
+        """Ends all answers with what they have, as cancelled; whoever reads them is told so."""
+        for generation in self.generations:
+            generation.abort()
 
     async def _merged(self) -> AsyncIterator[Piece]:
         waiting = {asyncio.ensure_future(anext(generation)): generation for generation in self.generations}

@@ -165,6 +165,10 @@ class Router:
         """Gives the numbers of this router alone as Prometheus text."""
         return self._numbers.exposition()
 
+    async def abort_request(self, request_id: str, owner: str) -> int:
+        """Aborts the owner's requests of this id that came to this router, and gives how many there were."""
+        return self._service.in_flight.abort(request_id, owner)
+
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Gives the ids of a prompt, chat template included."""
         return await self._service.prompt_ids(prompt)

@@ -105,6 +105,26 @@ class Fleet:
         assert self._limits is not None
         return self._limits
 
+    async def reason_unhealthy(self) -> str | None:
+        """Gives one sentence where every generation loop that is heard of is hung or dead, else None.
+
+        A fleet that is busy, or whose controller restarts, is healthy; so is one that has lost some of its loops, which
+        are replaced.
+        """
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                replicas = (await self.status()).replicas
+        except (PitstopError, TimeoutError):
+            return None
+        if replicas and all(replica.state == "unhealthy" for replica in replicas):
+            return f"the generation loop of every engine replica ({len(replicas)}) is hung or dead"
+        return None
+
+    async def abort(self, request_id: str, owner: str) -> int:
+        """Aborts the owner's requests of this id at all routers and gives how many there were."""
+        answers = await call_all(self._routers(), "abort_request", request_id, owner, timeout_s=ANSWER_TIMEOUT_S)
+        return sum(answer for answer in answers if isinstance(answer, int))
+
     async def reason_not_ready(self) -> str | None:
         """Gives None when an engine replica answers with the committed weights, else one sentence."""
         try:

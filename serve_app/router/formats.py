@@ -50,7 +50,10 @@ class Envelope:
 
 
 class AnswerFormat(Protocol):
-    """How the choices of a request are written."""
+    """How the choices of a request are written, under one id."""
+
+    @property
+    def id(self) -> str: ...
 
     def whole(self, pieces: Sequence[Piece], choices: Choices) -> BaseModel:
         """Gives the complete answer; each piece is all of its choice."""
@@ -71,6 +74,10 @@ class ChatFormat:
     def __init__(self, envelope: Envelope, tokenizer: Tokenizer) -> None:
         self._envelope = envelope
         self._writer = LogprobWriter(tokenizer, names_ids=envelope.names_ids)
+
+    @property
+    def id(self) -> str:
+        return self._envelope.id
 
     def whole(self, pieces: Sequence[Piece], choices: Choices) -> ChatCompletion:
         e = self._envelope
@@ -154,6 +161,10 @@ class CompletionFormat:
         self._envelope = envelope
         self._tokenizer = tokenizer
         self._writer = LogprobWriter(tokenizer, names_ids=envelope.names_ids)
+
+    @property
+    def id(self) -> str:
+        return self._envelope.id
 
     def whole(self, pieces: Sequence[Piece], choices: Choices) -> Completion:
         written = [self._choice(piece, choices, is_first=True) for piece in pieces]

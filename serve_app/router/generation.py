@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from engine import FinishReason, WeightSpan
+from engine import FinishReason, PitstopError, WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.protocol.errors import GenerationFailed
 from serve_app.router.admission import Admission
@@ -50,6 +50,7 @@ class Generation:
         self._ending: set[asyncio.Task[None]] = set()
         self._first: TokenEvent | None = None
         self._failure: str | None = None
+        self._is_aborted = False
         self.answers = answers
         self.prompt_ids = prompt_ids
         self.latest_event: TokenEvent | None = None
@@ -59,7 +60,7 @@ class Generation:
     ) -> None:
         """Waits for the first event; raises QueueFull, what `probe` raises, and the refusals of the engine."""
         with admission.place():
-            first = asyncio.ensure_future(anext(self._events))
+            first = asyncio.ensure_future(self._read())
             try:
                 while not (await asyncio.wait({first}, timeout=probe_after_s))[0]:
                     await probe()
@@ -94,6 +95,28 @@ class Generation:
         """Ends the request in the engine unless it has ended."""
         self._events.close()
 
+    def abort(self) -> None:
+        """Ends the answers with what they have, as cancelled, and the request in the engine."""
+        self._is_aborted = True
+        self._events.close()
+
+    async def _read(self) -> TokenEvent:
+        """Gives the next event; of an aborted request one that ends what has not ended."""
+        try:
+            return await anext(self._events)
+        except (PitstopError, StopAsyncIteration, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if not self._is_aborted or (task is not None and task.cancelling()):
+                raise
+        # Whatever a stream that was closed under its reader says, this is what became of it.
+        first, *more = [
+            TokenEvent("", [], finish_reason=FinishReason.CANCELLED.value, index=index)
+            for index, answer in enumerate(self.answers)
+            if not answer.is_over
+        ]
+        first.more.extend(more)
+        return first
+
     def _piece(self, event: TokenEvent) -> Piece:
         answer = self.answers[event.index]
         piece = answer.push(event)
@@ -116,7 +139,7 @@ class Generation:
         # The primed event is used once; later ones come from the stream.
         is_primed = self.latest_event is None
         try:
-            self.latest_event = self._first if is_primed else await anext(self._events)
+            self.latest_event = self._first if is_primed else await self._read()
         except StopAsyncIteration:
             raise GenerationFailed("the replica ended the stream without a finish reason") from None
         return self.latest_event

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 
@@ -13,16 +14,31 @@ from serve_app.metrics import Recorder
 from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, ErrorBody, ErrorDetail, Unauthorized, error_body, rule_of
 from serve_app.router.admission import Admission
 from serve_app.router.edge import RequestMeter
+from serve_app.router.keys import KeyGate, KeyRing
 
 logger = logging.getLogger("ray.serve.pitstop")
 
 
-def build_http(routers: Sequence[APIRouter], *, recorder: Recorder, admission: Admission) -> FastAPI:
-    """Gives the application that answers the routes of `routers`, every error in OpenAI's shape."""
-    app = FastAPI(title="Pitstop", openapi_url=None)
+def build_http(
+    routers: Sequence[APIRouter],
+    *,
+    recorder: Recorder,
+    admission: Admission,
+    keys: KeyRing,
+    cors_origins: Sequence[str] = (),
+) -> FastAPI:
+    """Gives the application that answers the routes of `routers`, every error in OpenAI's shape.
+
+    keys: what users have to bring where they are set. cors_origins: web pages that browsers let in.
+    """
+    app = FastAPI(title="Pitstop", redoc_url=None)
     for router in routers:
         app.include_router(router)
     paths = frozenset(str(getattr(route, "path", "")) for router in routers for route in router.routes)
+    # What is added later stands before what was added earlier.
+    app.add_middleware(KeyGate, keys=keys)
+    if cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(RequestMeter, recorder=recorder, routes=paths)
 
     @app.exception_handler(PitstopError)

@@ -5,21 +5,23 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from engine import InvalidRequest, PitstopError
-from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, UnknownModel, error_body
-from serve_app.protocol.parsing import parse_body, shorten
+from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, error_body
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
-from serve_app.protocol.responses import ModelCard, ModelList
+from serve_app.protocol.responses import ChatCompletion, Completion, ModelCard, ModelList
 from serve_app.router.answer import Piece, TextRules
-from serve_app.router.bounds import check_bounds
+from serve_app.router.bodies import body_of, check_model, read
+from serve_app.router.bounds import check_bounds, check_priority
 from serve_app.router.choices import Choices
-from serve_app.router.edge import EventStream, read_body, while_connected
+from serve_app.router.edge import EventStream, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
+from serve_app.router.keys import Caller, caller_of
 from serve_app.router.service import Ask, GenerationService
 from serve_app.settings import AppSettings
 
@@ -45,19 +47,21 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
     routes = APIRouter()
     started_at = int(time.time())
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=body_of(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         body = await _read(ChatRequest, request, settings)
         with _parameters_named(prompt="messages"):
-            asks = [_ask(body, await service.chat_ids(body.messages), service)]
+            prompt_ids = await service.chat_ids(body.messages, **body.template_options())
+            asks = [await _ask(body, prompt_ids, service, caller_of(request))]
             style = ChatFormat(_envelope("chatcmpl", body, request), service.tokenizer)
             return await _answer(request, service, asks=asks, body=body, style=style)
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", response_model=Completion, openapi_extra=body_of(CompletionRequest))
     async def completions(request: Request) -> Response:
         body = await _read(CompletionRequest, request, settings)
         with _parameters_named(prompt="prompt"):
-            asks = [_ask(body, await service.prompt_ids(prompt), service) for prompt in body.prompt]
+            prompts = [await service.prompt_ids(prompt) for prompt in body.prompt]
+            asks = [await _ask(body, prompt_ids, service, caller_of(request)) for prompt_ids in prompts]
             style = CompletionFormat(_envelope("cmpl", body, request), service.tokenizer)
             return await _answer(request, service, asks=asks, body=body, style=style)
 
@@ -67,7 +71,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
 
     @routes.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelCard:
-        _check_model(name, settings)
+        check_model(name, settings)
         return await _card(service, settings, started_at)
 
     return routes
@@ -76,7 +80,8 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
 async def _answer(
     request: Request, service: GenerationService, *, asks: Sequence[Ask], body: GenerationRequest, style: AnswerFormat
 ) -> Response:
-    choices = Choices(service)
+    ids = {style.id, request.headers.get("x-request-id", style.id)}
+    choices = Choices(service, caller=caller_of(request), ids=tuple(ids))
     is_handed_over = False
     try:
         # Before the headers, so that whatever refuses the request still has its status code.
@@ -128,15 +133,15 @@ def _event(data: BaseModel) -> bytes:
 
 
 async def _read(model: type[Body], request: Request, settings: AppSettings) -> Body:
-    limits = settings.limits
-    raw = await read_body(request, limit_bytes=limits.max_body_bytes)
-    body = parse_body(model, raw, max_depth=limits.max_json_depth)
-    _check_model(body.model, settings)
-    check_bounds(body, limits)
+    body = await read(model, request, settings.limits)
+    check_model(body.model, settings)
+    check_bounds(body, settings.limits)
+    check_priority(body, settings)
     return body
 
 
-def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationService) -> Ask:
+async def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationService, caller: Caller) -> Ask:
+    hints = body.workload_hints()
     rules = TextRules(
         stop_strings=tuple(body.stop or ()),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
@@ -145,15 +150,27 @@ def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationServ
         skips_special_tokens=body.skip_special_tokens is not False,
     )
     return Ask(
-        prompt_ids=prompt_ids,
+        prompt_ids=await _truncated(body, prompt_ids, service),
         sampling=body.sampling(service.tokenizer.bad_words_ids(body.bad_words or ())),
-        hints=body.hints(),
+        # What the key says of its holder counts, whatever the holder says.
+        hints=hints if caller.tenant is None else replace(hints, tenant=caller.tenant),
         rules=rules,
         cache_salt=body.cache_salt,
         grammar=body.grammar(),
         min_weight_version=body.min_weight_version,
         weight_version=body.weight_version,
     )
+
+
+async def _truncated(body: GenerationRequest, prompt_ids: list[int], service: GenerationService) -> list[int]:
+    """Gives the last tokens of a prompt, as many as the request keeps."""
+    kept = body.truncate_prompt_tokens
+    if kept is None:
+        return prompt_ids
+    if kept == -1:
+        wanted = body.max_new_tokens
+        kept = max(1, (await service.fleet.limits()).max_model_len - (1 if wanted is None else wanted))
+    return prompt_ids[-kept:]
 
 
 def _envelope(prefix: str, body: GenerationRequest, request: Request) -> Envelope:
@@ -190,11 +207,6 @@ def _parameters_named(*, prompt: str) -> Iterator[None]:
             error.args = (str(error).replace(str(error.param), name, 1),)
             error.param = name
         raise
-
-
-def _check_model(name: str, settings: AppSettings) -> None:
-    if name != settings.model_name:
-        raise UnknownModel(f"the model {shorten(name)} is not served here; the one that is: {settings.model_name!r}")
 
 
 async def _card(service: GenerationService, settings: AppSettings, started_at: int) -> ModelCard:

@@ -15,6 +15,8 @@ from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation, TokenEvents
+from serve_app.router.in_flight import InFlight
+from serve_app.router.tenants import Tenants
 from serve_app.router.version_meter import MeteredEvents, VersionMeter
 from serve_app.router.versioned_stream import VersionedStream
 from serve_app.settings import AppSettings
@@ -68,6 +70,8 @@ class GenerationService:
         self.tokenizer = tokenizer
         self.fleet = fleet
         self._meter = meter
+        self.tenants = Tenants(settings.limits)
+        self.in_flight = InFlight()
         self.admission = Admission(settings.limits.max_queued_requests * settings.replicas.max)
 
     async def open(self, ask: Ask, *, first_index: int = 0) -> Generation:
@@ -133,18 +137,18 @@ class GenerationService:
             return [int(item) for item in items]
         return await self.chat_ids(validate(Conversation, {"messages": items}).messages)
 
-    async def text_ids(self, text: str) -> list[int]:
+    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Gives the ids of a text, with the special tokens the model begins with."""
         if len(text) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    async def chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Gives the ids of a chat up to where the assistant answers."""
+    async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """Gives the ids of a chat up to where the assistant answers; options: those of `Tokenizer.encode_chat`."""
         plain = [message.for_template() for message in messages]
         if sum(len(message["content"]) for message in plain) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode_chat(plain)
-        return await asyncio.to_thread(self.tokenizer.encode_chat, plain)
+            return self.tokenizer.encode_chat(plain, **options)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, plain, **options)
 
 
 def _check_version(name: str, version: object) -> None:

@@ -51,6 +51,12 @@ class LocalFleet:
     async def probe(self) -> int:
         return self.manager.weight_version
 
+    async def reason_unhealthy(self) -> str | None:
+        return None if self.state == "ready" else "the loop is dead"
+
+    async def abort(self, *_: str) -> int:
+        return 0
+
     async def reason_not_ready(self) -> str | None:
         return None
 

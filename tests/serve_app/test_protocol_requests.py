@@ -49,7 +49,7 @@ def test_every_supported_parameter_reaches_the_engine() -> None:
         bad_words_ids=[[9]], allowed_token_ids=[5, 6], min_new_tokens=2, stop_token_ids=[8], num_return_sequences=4,
         top_logprobs=3, prompt_logprobs=1,
     )  # fmt: skip
-    assert request.hints() == WorkloadHints(session_id="s", tenant="t")
+    assert request.workload_hints() == WorkloadHints(session_id="s", tenant="t")
     assert request.stop == ["x"]
 
 
