@@ -31,6 +31,7 @@ from serve_app.model_store import resolve_model
 from serve_app.ray_agent import start_mirror
 from serve_app.receiver import ReceiverHandle
 from serve_app.settings import AppSettings
+from serve_app.source_check import CheckAlone
 from serve_app.swap_sessions import SwapSessions
 from serve_app.uninterrupted import run_uninterrupted
 from serve_app.weight_history import WeightHistory
@@ -63,7 +64,7 @@ class WeightController:
             call_all=_call_engines,
             count_running=_count_running_engines,
             recorder=recorder,
-            check_alone=_leave_to_replicas,
+            check_alone=CheckAlone(settings, count_running=_count_running_engines),
             kill=_kill_engine,
         )
         self._is_store_durable = settings.weights.is_store_durable
@@ -194,10 +195,6 @@ async def _call_engines(method: str, argument: object, *, timeout_s: float) -> l
     # Looked up here, because the engine's deployment is bound with a handle to this one.
     handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, serve.get_replica_context().app_name)
     return await call_all(handle, method, argument, timeout_s=timeout_s)
-
-
-async def _leave_to_replicas(_: object) -> None:
-    """Checks nothing: weights are read where a replica runs."""
 
 
 async def _kill_engine(replica_id: str) -> None:

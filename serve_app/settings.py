@@ -133,6 +133,8 @@ class WeightSettings(Section):
     converge_timeout_s: after which a replica that is still behind the committed version is ended, so that Serve starts
         another at that version; long enough to read the weights again.
     drain_s: between leading requests away from a replica and pausing it, in a rolling swap; two reports to the routers.
+    undo_folder: absolute path of a folder of each replica's machine, for what a swap overwrites where memory is too
+        short to hold new weights beside the old ones; that swap reads them inside its pause. None refuses it.
     heartbeat_interval_s: between two reports of a replica to the controller.
     forget_after_s: after which a silent replica is no longer expected to answer; a few missed heartbeats.
     folder: absolute path of an existing folder for the manifest of committed versions, one for each application, on a
@@ -155,6 +157,7 @@ class WeightSettings(Section):
     lease_s: float = Field(default=10.0, gt=0)
     converge_timeout_s: float = Field(default=300.0, gt=0)
     drain_s: float = Field(default=0.5, ge=0)
+    undo_folder: str | None = Field(default=None, min_length=1)
     heartbeat_interval_s: float = Field(default=1.0, gt=0)
     forget_after_s: float = Field(default=5.0, gt=0)
     folder: str | None = None
@@ -163,13 +166,11 @@ class WeightSettings(Section):
     history_bytes: int = Field(default=64 * 2**30, ge=0)
     session_bytes: int = Field(default=2**40, ge=1)
 
-    @field_validator("folder", "store")
+    @field_validator("folder", "store", "undo_folder")
     @classmethod
     def _check_folder(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and not Path(value).is_absolute():
-            raise ValueError(
-                f"weights.{info.field_name} is {value!r}; it must be absolute, as the controller runs elsewhere"
-            )
+            raise ValueError(f"weights.{info.field_name} is {value!r}; it must be absolute, as other processes use it")
         return value
 
     def store_folder(self, application: str) -> Path:

@@ -10,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine import ContinuousBatchingManager, PitstopError, StagedWeights, WeightsError, WeightsInvalid
 from serve_app.held_loop import SwapHold
@@ -50,8 +49,17 @@ class WeightFollower:
     exists; between its vote for a swap and the controller's word on it the engine generates nothing.
     """
 
-    def __init__(self, manager: ContinuousBatchingManager, *, replica_id: str, base_path: str) -> None:
+    def __init__(
+        self,
+        manager: ContinuousBatchingManager,
+        *,
+        replica_id: str,
+        base_path: str,
+        undo_folder: str | None = None,
+    ) -> None:
+        """base_path: the model the application was started with. undo_folder: see `WeightSettings`."""
         self._manager = manager
+        self._undo_folder = undo_folder
         self._replica_id = replica_id
         self._base_path = base_path
         self._lock = asyncio.Lock()
@@ -296,14 +304,16 @@ class WeightFollower:
     def _read(self, order: SwapOrder) -> StagedWeights:
         changes = order.changes
         if changes is not None and changes.base == self.version:
-            return self._manager.stage_weights(list(changes.folders), cast=changes.cast, partial=True)
+            return self._manager.stage_weights(
+                list(changes.folders), cast=changes.cast, partial=True, undo_folder=self._undo_folder
+            )
         source = order.source
         under = [self._base_path] if source is None or source.on_model else []
-        return self._manager.stage_weights([*under, *(source.folders if source is not None else ())], cast=order.cast)
+        paths = [*under, *(source.folders if source is not None else ())]
+        return self._manager.stage_weights(paths, cast=order.cast, undo_folder=self._undo_folder)
 
     def _probe(self, weights: StagedWeights, probes: Probes) -> None:
-        engine: Any = self._manager
-        check_probes(engine.probe_weights(weights, probes.prompts), probes)
+        check_probes(self._manager.probe_weights(weights, probes.prompts), probes)
 
     async def _park(self, order: SwapOrder) -> SwapReply:
         self._check_staged(order)

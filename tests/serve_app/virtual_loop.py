@@ -15,7 +15,7 @@ T = TypeVar("T")
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, *, thread_delay: Callable[[], float] = lambda: 0.0) -> None:
         self._now = 0.0
-        self._thread_delay = thread_delay
+        self.thread_delay = thread_delay
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -36,7 +36,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             except Exception as error:  # noqa: BLE001  # whatever it is, it is for the caller
                 future.set_exception(error)
 
-        self.call_later(self._thread_delay(), work)
+        self.call_later(self.thread_delay(), work)
         return future
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

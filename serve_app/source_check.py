@@ -1,0 +1,48 @@
+"""Weights that the controller checks by itself, where no replica runs that could."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from engine import check_weights
+from serve_app.hub_source import fetch_from_hub
+from serve_app.messages import StagedDetails, SwapOrder, WeightSource
+from serve_app.model_store import resolve_model
+from serve_app.settings import AppSettings
+from serve_app.two_phase_swap import Checked
+
+
+class CheckAlone:
+    """Verifies a source against the configuration of the model, one tensor in memory at a time."""
+
+    def __init__(self, settings: AppSettings, *, count_running: Callable[[], Awaitable[int]]) -> None:
+        self._settings = settings
+        self._count_running = count_running
+
+    async def __call__(self, order: SwapOrder) -> Checked | None:
+        """Gives what the source holds; None where replicas run, which have to stage it. Raises as staging does."""
+        if await self._count_running() > 0:
+            return None
+        return await asyncio.to_thread(self._check, order)
+
+    def _check(self, order: SwapOrder) -> Checked:
+        model = resolve_model(self._settings.model)
+        source = order.source
+        under = [_folder_of(model)] if source is None or source.on_model else []
+        paths = [*under, *(source.folders if source is not None else ())]
+        found = check_weights(
+            model,
+            paths,
+            dtype=self._settings.dtype,
+            device=self._settings.device,
+            cast=order.cast,
+            trust_remote_code=self._settings.trust_remote_code,
+        )
+        # Ranks hold parts, whose digests only they can make.
+        is_whole = self._settings.replicas.tensor_parallel_size == 1
+        digests = dict(found.digests) if is_whole else {}
+        return Checked(found.digest if is_whole else "", found.num_bytes, StagedDetails(digests))
+
+
+def _folder_of(model: str) -> str:
+    """Gives the folder of a model that may be a hub's."""
+    return model if model.startswith("/") else fetch_from_hub(WeightSource(hub=model)).path
