@@ -69,7 +69,9 @@ class WeightController:
         )
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
-            settings.weights.store_folder(application), history_bytes=settings.weights.history_bytes
+            settings.weights.store_folder(application),
+            history_bytes=settings.weights.history_bytes,
+            is_temporary=not self._is_store_durable,
         )
         self._sessions = SwapSessions(
             self._store,

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import Context
+from copy import copy
 from dataclasses import dataclass, field, replace
 
 from engine import InvalidRequest, PitstopError, QueueFull, SwapConflict, WeightsError
@@ -255,7 +256,8 @@ class SwapSessions:
     async def _end(self, session: _Session, outcome: SwapResult | PitstopError) -> None:
         session_id = session.request.session_id
         self._open.pop(session_id, None)
-        self._ended[session_id] = _Ended(self._clock(), outcome)
+        # A copy of an error has no traceback, whose frames would keep a bucket in the object store.
+        self._ended[session_id] = _Ended(self._clock(), copy(outcome))
         self._on_end(session_id)
         if session.folder is None or not self._is_remembered(session.folder):
             await asyncio.to_thread(session.writer.drop)

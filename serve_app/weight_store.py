@@ -27,22 +27,30 @@ INDEX_NAME = "model.safetensors.index.json"
 class WeightStore:
     """The folders in one folder. Several processes may use it at once."""
 
-    def __init__(self, folder: Path, *, history_bytes: int) -> None:
-        """Removes what killed writers left. history_bytes: what `prune` brings the whole store down to."""
+    def __init__(self, folder: Path, *, history_bytes: int, is_temporary: bool = False) -> None:
+        """Removes what killed writers left. history_bytes: what `prune` brings the whole store down to.
+
+        is_temporary: the folder is where anybody may make one, so it is used only if it is this user's.
+        """
         self.folder = folder
         self._history_bytes = history_bytes
-        self._remove_leftovers()
+        self._is_temporary = is_temporary
+        # What cannot be read now is said to whoever wants to write.
+        with suppress(OSError):
+            self._remove_leftovers()
 
     def begin(self) -> "FolderWriter":
         """Gives a new folder to write to. Raises WeightsError where the store cannot be written."""
+        if self._is_temporary and self.folder.exists() and self.folder.stat().st_uid != os.getuid():
+            raise WeightsError(f"{self.folder} belongs to another user; set weights.store to a folder of your own")
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         return FolderWriter(self.folder / f"{stamp}-{uuid.uuid4().hex[:8]}")
 
     def sealed(self) -> list[Path]:
-        """Gives the whole folders, oldest first."""
-        if not self.folder.is_dir():
-            return []
-        return sorted(path for path in self.folder.iterdir() if path.is_dir() and path.suffix != PARTIAL)
+        """Gives the whole folders, oldest first; none where the store cannot be read."""
+        with suppress(OSError):
+            return sorted(path for path in self.folder.iterdir() if path.is_dir() and path.suffix != PARTIAL)
+        return []
 
     def size_bytes(self) -> int:
         """Gives the bytes of all whole folders."""

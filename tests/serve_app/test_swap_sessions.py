@@ -1,6 +1,10 @@
 """Swap sessions: buckets in order and once, leases, one commit, and nothing left behind. A fake clock, no Ray."""
 
 import asyncio
+import contextlib
+import functools
+import gc
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -159,6 +163,18 @@ async def test_a_bucket_that_cannot_be_taken_ends_the_session(fleet: Fleet, brok
     assert fleet.left() == []
     with pytest.raises(SwapSessionGone):
         await fleet.sessions.renew("one")
+
+
+async def test_an_error_that_is_remembered_keeps_no_bucket(fleet: Fleet) -> None:
+    await fleet.open()
+    await fleet.put(0, w=torch.zeros(4))
+    pieces = list(bucket(w=torch.ones(4))())
+    kept = weakref.ref(pieces[0].data)
+    with contextlib.suppress(WeightsInvalid):
+        await fleet.sessions.put("one", 1, functools.partial(pieces.copy))
+    del pieces
+    gc.collect()
+    assert kept() is None
 
 
 async def test_sessions_and_their_bytes_are_bounded(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The store: folders that are whole or not there, bounded, and free of what killed writers left."""
 
+import os
 import resource
 import shutil
 from collections.abc import Iterator
@@ -190,6 +191,14 @@ def test_a_full_disk_is_one_clear_error_and_leaves_nothing(store: WeightStore) -
 def test_a_store_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="cannot be written"):
         WeightStore(tmp_path / "no" / "store", history_bytes=1).begin()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")
+def test_a_temporary_folder_of_another_user_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    os.chown(tmp_path / "store", 12345, -1)
+    with pytest.raises(WeightsError, match="belongs to another user"):
+        WeightStore(tmp_path / "store", history_bytes=1, is_temporary=True).begin()
 
 
 def test_what_is_not_sealed_is_not_listed_and_a_dropped_folder_is_gone(store: WeightStore) -> None:
