@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 
@@ -49,20 +48,22 @@ def main() -> None:
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         make_model(folder)
-        settings = parse_settings({"model": folder, "replicas": {"min": 2, "max": 2, "torch_threads": 1}})
+        replicas = {"min": 2, "max": 2, "torch_threads": 1}
+        # Weights that come as tensors are kept there, for replicas that start later; here, until the end.
+        settings = parse_settings({"model": folder, "replicas": replicas, "weights": {"store": f"{folder}/store"}})
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
         try:
             # Rollouts come over the Python handle, so no port is opened.
             serve.start(proxy_location="Disabled")
             serve.run(build_app(settings), name="pitstop")
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-            asyncio.run(train(model, connect("pitstop"), steps, Path(folder)))
+            asyncio.run(train(model, connect("pitstop"), steps))
         finally:
             serve.shutdown()
             ray.shutdown()
 
 
-async def train(model: PreTrainedModel, llm: Pitstop, steps: int, folder: Path) -> None:
+async def train(model: PreTrainedModel, llm: Pitstop, steps: int) -> None:
     """Runs the loop and prints a line for each step."""
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     version = (await llm.status()).committed.version
@@ -73,9 +74,10 @@ async def train(model: PreTrainedModel, llm: Pitstop, steps: int, folder: Path) 
         drawn_at = perf_counter()
         parity = update(model, optimizer, rollouts, advantages_of(rewards))
         updated_at = perf_counter()
-        model.save_pretrained(folder / f"step-{step}")
+        async with llm.swap(label=f"step {step}") as swap:
+            await swap.put(model.named_parameters())
+        version = swap.result.version
         served = {span.version for rollout in rollouts for span in rollout.weight_versions}
-        version = (await llm.swap_weights(str(folder / f"step-{step}"))).version
         print(
             f"step {step:3}  reward {rewards.mean():.3f}  weights {sorted(served)}  parity {parity:.1e}"
             f"  rollouts {drawn_at - started_at:.1f} s  update {updated_at - drawn_at:.1f} s"
