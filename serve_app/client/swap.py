@@ -21,6 +21,7 @@ from serve_app.client.transport import (
     ObjectStoreTransport,
     ProcessGroupTransport,
     Transport,
+    retrieve,
 )
 from serve_app.messages import SessionRequest, SessionState, SwapResult
 from serve_app.protocol.errors import NoReplica, ReplicaLost, SwapSessionGone
@@ -138,6 +139,8 @@ class Swap:
             self._renewing.cancel()
         if self._sending is not None:
             self._sending.cancel()
+            await asyncio.wait((self._sending,))
+            retrieve(self._sending)
         if self._result is None:
             # What keeps it from being aborted has ended it, or its lease will.
             with suppress(PitstopError):
@@ -152,17 +155,18 @@ class Swap:
         try:
             result: SwapResult = await self._ask("commit_session")
             return result
-        except SwapSessionGone:
-            return await self._outcome()
+        except SwapSessionGone as error:
+            if (known := await self._outcome()) is not None:
+                return known
+            raise SwapSessionGone(f"nothing was committed: {error}") from error
 
-    async def _outcome(self) -> SwapResult:
+    async def _outcome(self) -> SwapResult | None:
         """Gives what the key has brought, from a controller that may have been restarted after it was committed."""
         again = SessionRequest(self._request.session_id + "-again", self._request.swap, self._request.lease_s)
         state = await self._open(again)
-        if state.result is not None:
-            return state.result
-        await self._call(self._controller.abort_session.remote(again.session_id))
-        raise SwapSessionGone("the weight controller was lost during the swap, and nothing was committed; swap again")
+        if state.result is None:
+            await self._call(self._controller.abort_session.remote(again.session_id))
+        return state.result
 
     async def _renew(self) -> None:
         while True:

@@ -134,7 +134,7 @@ async def _both(answer: "asyncio.Future[Any]", work: "asyncio.Future[Any]") -> N
     It knows more than the group does, as that the session was aborted. Work that nobody ends goes on to its timeout.
     """
     for one in (answer, work):
-        one.add_done_callback(_retrieve)
+        one.add_done_callback(retrieve)
     await asyncio.wait((answer, work), return_when=asyncio.FIRST_EXCEPTION)
     if not answer.done():
         await asyncio.wait((answer,), timeout=GRACE_S)
@@ -145,7 +145,7 @@ async def _both(answer: "asyncio.Future[Any]", work: "asyncio.Future[Any]") -> N
     work.result()
 
 
-def _retrieve(done: "asyncio.Future[Any]") -> None:
-    # An error that came second is not one that nobody noticed.
+def retrieve(done: "asyncio.Future[Any]") -> None:
+    """Takes note of an error that came second, so that it is not reported as one that nobody noticed."""
     if not done.cancelled():
         done.exception()
