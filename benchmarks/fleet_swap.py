@@ -109,8 +109,9 @@ async def _swap_once(pitstop: Pitstop, way: str, tensors: dict[str, torch.Tensor
 
 
 def _bytes_read() -> int:
-    """Gives what all processes of the application have read from the disk, past the page cache."""
-    return sum(_read_of(process) for process in psutil.process_iter(["name"]) if "ServeReplica" in process.info["name"])
+    """Gives what the replicas and the controller have read from the disk, past the page cache."""
+    workers = psutil.Process().children(recursive=True)
+    return sum(_read_of(worker) for worker in workers)
 
 
 def _read_of(process: psutil.Process) -> int:
