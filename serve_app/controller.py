@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Coroutine, Mapping
 from contextvars import Context
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray import serve
 
-from engine import InvalidRequest
+from engine import InvalidRequest, PitstopError
 from serve_app.broadcast import call_all, kill_replica
 from serve_app.buckets import load_bucket
 from serve_app.collective import Meeting, PieceHeader
@@ -81,7 +82,7 @@ class WeightController:
             base_path=lambda: resolve_model(settings.model),
             ended=self._end_receiver,
         )
-        self._receivers: dict[str, tuple[ReceiverHandle, Meeting]] = {}
+        self._receivers: dict[str, ReceiverHandle] = {}
         self._expiry: asyncio.Task[None] | None = None
         start_mirror(recorder.expose, settings.metrics)
 
@@ -107,22 +108,28 @@ class WeightController:
         """
         return await run_uninterrupted(self._sessions.put(session_id, sequence, lambda: load_bucket(box[0])))
 
-    async def join_group(self, session_id: str, meeting: Meeting) -> None:
-        """Starts the receiver of a process group, over which the buckets of a session come, and has it meet."""
+    async def start_receiver(self, session_id: str, backend: str) -> None:
+        """Starts what receives a session's buckets over a process group."""
         await self._sessions.renew(session_id)
         self._end_receiver(session_id)
-        receiver = await asyncio.to_thread(ReceiverHandle, meeting.backend)
-        self._receivers[session_id] = (receiver, meeting)
-        await run_uninterrupted(asyncio.to_thread(receiver.join, meeting))
+        self._receivers[session_id] = receiver = await asyncio.to_thread(ReceiverHandle, backend)
+        try:
+            await run_uninterrupted(asyncio.to_thread(receiver.wait))
+            # Which may have ended meanwhile.
+            await self._sessions.renew(session_id)
+        except PitstopError:
+            self._end_receiver(session_id)
+            raise
+
+    async def join_group(self, session_id: str, meeting: Meeting) -> None:
+        """Has a session's receiver meet the trainer."""
+        await run_uninterrupted(asyncio.to_thread(self._receiver(session_id).join, meeting))
 
     async def receive_bucket(self, session_id: str, sequence: int, headers: list[PieceHeader]) -> SessionState:
         """Writes a bucket that the trainer broadcasts."""
         await self._sessions.renew(session_id)
-        if session_id not in self._receivers:
-            raise InvalidRequest(f"swap session {session_id} has no process group; join one first", "session_id")
-        receiver, meeting = self._receivers[session_id]
-        load = receiver.loader(headers, timeout_s=meeting.timeout_s)
-        return await run_uninterrupted(self._sessions.put(session_id, sequence, load))
+        receive = partial(self._receiver(session_id).receive, headers)
+        return await run_uninterrupted(self._sessions.put(session_id, sequence, receive))
 
     async def commit_session(self, session_id: str) -> SwapResult:
         """Brings what a session has sent to every replica, or to none."""
@@ -184,8 +191,13 @@ class WeightController:
         return result
 
     def _end_receiver(self, session_id: str) -> None:
-        if (found := self._receivers.pop(session_id, None)) is not None:
-            found[0].end()
+        if (receiver := self._receivers.pop(session_id, None)) is not None:
+            receiver.end()
+
+    def _receiver(self, session_id: str) -> ReceiverHandle:
+        if session_id not in self._receivers:
+            raise InvalidRequest(f"swap session {session_id} has no receiver; start one first", "session_id")
+        return self._receivers[session_id]
 
     async def _expire_sessions(self) -> None:
         while True:

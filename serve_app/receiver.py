@@ -1,6 +1,6 @@
 """The receiver of a trainer's process group: a Ray actor on the controller's machine, one for each session."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -12,8 +12,10 @@ from engine import InvalidRequest, PitstopError, WeightsSourceError
 from serve_app.collective import RECEIVER, Meeting, PairGroup, PieceHeader, check_backend, open_store, unpack
 from serve_app.tensor_pieces import TensorPiece
 
-START_TIMEOUT_S = 60.0
-"""For Ray to start a process, beside the group's own deadline."""
+START_TIMEOUT_S = 120.0
+"""For Ray to start a process that loads torch: seconds, on a machine that does nothing else."""
+ANSWER_S = 10.0
+"""For an answer to come, beside the group's own deadline."""
 
 
 class Receiver:
@@ -22,9 +24,12 @@ class Receiver:
     def __init__(self) -> None:
         self._group: PairGroup | None = None
 
+    def check(self, backend: str) -> None:
+        """Raises InvalidRequest for a backend that this process has not got; else it has started."""
+        check_backend(backend)
+
     def join(self, meeting: Meeting) -> None:
         """Meets the trainer. Raises WeightsSourceError where that does not come in time."""
-        check_backend(meeting.backend)
         self._group = PairGroup(meeting, open_store(meeting, is_master=False), RECEIVER)
 
     def receive(self, headers: Sequence[PieceHeader]) -> list[TensorPiece]:
@@ -38,7 +43,9 @@ class ReceiverHandle:
     """A receiver, as the controller has it. Blocks; raises errors of the project only."""
 
     def __init__(self, backend: str) -> None:
-        """Starts it beside this process. Raises InvalidRequest for NCCL where this machine has no GPU."""
+        """Begins to start it beside this process. Raises InvalidRequest for NCCL where this machine has no GPU."""
+        self._backend = backend
+        self._timeout_s = 0.0
         node_id = ray.get_runtime_context().get_node_id()
         if backend == "nccl" and not _num_gpus(node_id):
             raise InvalidRequest("backend is 'nccl', and the controller's machine has no GPU; use 'gloo'", "backend")
@@ -49,12 +56,19 @@ class ReceiverHandle:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         ).remote()
 
-    def join(self, meeting: Meeting) -> None:
-        self._get(self._actor.join.remote(meeting), START_TIMEOUT_S + meeting.timeout_s)
+    def wait(self) -> None:
+        """Waits until it has started."""
+        self._get(self._actor.check.remote(self._backend), START_TIMEOUT_S)
 
-    def loader(self, headers: Sequence[PieceHeader], *, timeout_s: float) -> Callable[[], list[TensorPiece]]:
-        """Gives what waits for the next bucket."""
-        return lambda: self._get(self._actor.receive.remote(headers), START_TIMEOUT_S + timeout_s)
+    def join(self, meeting: Meeting) -> None:
+        """Has it meet the trainer."""
+        self._timeout_s = meeting.timeout_s
+        self._get(self._actor.join.remote(meeting), meeting.timeout_s + ANSWER_S)
+
+    def receive(self, headers: Sequence[PieceHeader]) -> list[TensorPiece]:
+        """Gives the next bucket that the trainer broadcasts."""
+        pieces: list[TensorPiece] = self._get(self._actor.receive.remote(headers), self._timeout_s + ANSWER_S)
+        return pieces
 
     def end(self) -> None:
         """Ends its process, and with it whatever it waits for."""

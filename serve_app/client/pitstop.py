@@ -49,6 +49,7 @@ class Pitstop:
         # The methods of a handle are made at run time, so types end here and begin again at what each call returns.
         self._handle: Any = handle
         self._stream_handle: Any = handle.options(stream=True)
+        self._controller: DeploymentHandle[Any] | None = None
         self._timeout_s = timeout_s
 
     async def generate(
@@ -172,9 +173,13 @@ class Pitstop:
             idempotency_key=idempotency_key or session_id,
             requested_by=f"Python client, process {os.getpid()} on {socket.gethostname()}",
         )
-        controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, self._handle.app_name)
+        if self._controller is None:
+            # Once, as every handle makes connections of its own.
+            self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, self._handle.app_name)
         group = group_options(transport, backend=backend, timeout_s=group_timeout_s)
-        return Swap(controller, SessionRequest(session_id, request, lease_s), timeout_s=self._timeout_s, group=group)
+        return Swap(
+            self._controller, SessionRequest(session_id, request, lease_s), timeout_s=self._timeout_s, group=group
+        )
 
     async def swap_weights(
         self,

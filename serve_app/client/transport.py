@@ -103,6 +103,8 @@ class ProcessGroupTransport:
 
     async def start(self) -> int:
         """Meets the receiver, which the controller starts."""
+        # First, as the group's deadline is for the network, and a process takes longer to start.
+        await self._ask("start_receiver", self._backend)
         host: str = await asyncio.to_thread(ray.util.get_node_ip_address)
         any_port = Meeting(host, 0, self._backend, self._timeout_s)
         store = await asyncio.to_thread(open_store, any_port, is_master=True)

@@ -38,6 +38,9 @@ class Controller:
     async def open_session(self, wanted: SessionRequest) -> SessionState:
         return await self.fleet.sessions.open(wanted)
 
+    async def start_receiver(self, _: str, backend: str) -> None:
+        self.receiver.check(backend)
+
     async def join_group(self, _: str, meeting: Meeting) -> None:
         await asyncio.to_thread(self.receiver.join, meeting)
 
