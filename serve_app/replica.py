@@ -87,6 +87,8 @@ class EngineReplica:
         calls = _calls_of(controller, self._replica_id)
         self._member = FleetMember(self._follower, self._pauses, controller=calls, report=self.report)
         await self._join()
+        # From zero, so that the first one is a rise.
+        self._recorder.count("pitstop_heartbeat_failures_total", self._rank, amount=0)
         self._set_gauges()
         start_mirror(self._exposition, settings.metrics)
         self._heartbeat_task = asyncio.get_running_loop().create_task(self._send_heartbeats())

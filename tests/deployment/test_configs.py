@@ -4,18 +4,26 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from serve_app.app import build_app
 from serve_app.settings import parse_settings
 from tests.tools.strict_serve import unknown_keys
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+NAMES = sorted(
+    str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml") if path.parent.name in ("configs", "examples")
+)
 
 
-@pytest.mark.parametrize("name", ["local.yaml", "gpu.yaml", "tensor-parallel.yaml", "production.yaml"])
+def test_every_config_is_looked_at() -> None:
+    assert len(NAMES) >= 7
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_serve_and_the_application_know_every_key(name: str) -> None:
     config = yaml.safe_load((CONFIGS / name).read_text())
     assert unknown_keys(config) == []
     ServeDeploySchema.model_validate(config)
-    parse_settings(config["applications"][0]["args"])
+    build_app(parse_settings(config["applications"][0]["args"]))
 
 
 def test_an_unknown_key_is_found_however_deep() -> None:
