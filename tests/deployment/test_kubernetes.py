@@ -320,6 +320,9 @@ def test_production_outlives_its_head_and_keeps_its_token() -> None:
     assert spec["rayClusterConfig"]["authOptions"] == {"mode": "token", "secretName": "pitstop-ray-token"}
     assert "secretKeyRef" in spec["rayClusterConfig"]["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]
     assert settings_of("production").replicas.min >= 2
+    for pod in pods_of("production"):
+        environment = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+        assert environment["PITSTOP_API_KEYS_FILE"] == "/etc/pitstop/keys/api-keys"
 
 
 def test_the_network_lets_in_the_operator_prometheus_and_clients_and_nobody_else() -> None:
