@@ -81,6 +81,7 @@ async def _swap_by_every_way(options: argparse.Namespace) -> dict[str, Any]:
         rounds = [await _swap_once(pitstop, way, tensors, options.model) for _ in range(options.swaps)]
         seconds = {name: round(median(one[name] for one in rounds), 4) for name in rounds[0]}
         found[way] = seconds | {"s_per_GB": round(seconds["total_s"] / gigabytes, 2)}
+        print(way, json.dumps(found[way]), flush=True)
     return found
 
 
