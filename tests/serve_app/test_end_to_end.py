@@ -354,8 +354,9 @@ async def test_the_python_client_generates_swaps_and_raises_the_engines_errors(
     assert len(good.logprobs) == 12
     with pytest.raises(WeightsInvalid, match=r"mlp\.down_proj\.weight"):
         await llm.swap_weights(folders["missing"])
-    result = await llm.swap_weights(folders["third"])
-    assert (await llm.status()).committed.version == result.version == await committed(http)
+    async with llm.swap(label="from a trainer") as session:
+        await session.put(AutoModelForCausalLM.from_pretrained(folders["third"]).named_parameters())
+    assert (await llm.status()).committed.version == session.result.version == await committed(http)
     tokens = [token async for event in llm.generate(PROMPT, sampling) for token in event.token_ids]
     assert tokens == expected_tokens(folders["third"], num_tokens=12)
 
