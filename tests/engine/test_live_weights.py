@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from engine_runs import (
     DEADLINE_S,
     StepGate,
@@ -356,6 +357,80 @@ def test_cancelled_while_held_back_a_request_ends_at_once(
         assert result_of(manager, waiting).status is RequestStatus.CANCELLED
         commit.result(DEADLINE_S)
         assert result_of(manager, first).generated_tokens == answer(1)
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute"])
+def test_log_probabilities_are_those_of_the_weights_that_sampled(
+    in_flight: str, model: PreTrainedModel, folder: Path, depth: int, background: Callable[..., Future[object]]
+) -> None:
+    with running(model, return_logprobs=True) as manager:
+        staged = manager.stage_weights(folder)
+        gate = StepGate(model)
+        request_id = begun(manager, gate)
+        for _ in range(5):
+            gate.step()
+        commit = background(manager.commit_weights, staged, in_flight=in_flight)
+        wait_until(lambda: is_pause_wanted(manager))
+        gate.open()
+        commit.result(DEADLINE_S)
+        output = result_of(manager, request_id)
+        old, new = output.weight_versions
+        tokens = list(output.generated_tokens)
+        assert output.logprobs[: old.end] == pytest.approx(log_probabilities(1, tokens[: old.end]), abs=1e-4)
+        fresh = log_probabilities(2, tokens)[new.start :]
+        if in_flight == "recompute":
+            assert output.logprobs[new.start :] == pytest.approx(fresh, abs=1e-4)
+        else:  # the first of the new weights' tokens come from keys and values of the old ones
+            assert output.logprobs[new.start] != pytest.approx(fresh[0], abs=1e-4)
+            assert output.logprobs[new.start] != pytest.approx(log_probabilities(1, tokens)[new.start], abs=1e-4)
+
+
+def log_probabilities(seed: int, tokens: list[int]) -> list[float]:
+    ids = torch.tensor([PROMPT + tokens])
+    with torch.no_grad():
+        logits = tiny_model(seed=seed)(ids).logits[0, len(PROMPT) - 1 : -1]
+    found: list[float] = torch.log_softmax(logits, -1).gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()
+    return found
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "recompute", "finish", "abort"])
+def test_no_block_of_before_a_swap_is_found_after_it(
+    in_flight: str, model: PreTrainedModel, folder: Path, depth: int, background: Callable[..., Future[object]]
+) -> None:
+    with running(model) as manager:
+        staged = manager.stage_weights(folder)
+        gate = StepGate(model)
+        request_id = begun(manager, gate)
+        for _ in range(5):
+            gate.step()
+        commit = background(manager.commit_weights, staged, in_flight=in_flight)
+        wait_until(lambda: is_pause_wanted(manager))
+        gate.open()
+        commit.result(DEADLINE_S)
+        first = result_of(manager, request_id)
+        # With what was generated as well: those blocks mix versions.
+        longer = PROMPT + list(first.generated_tokens)
+        for prompt in (PROMPT, longer):
+            assert run_all(manager, [prompt], 4) == [answer(2, prompt, 4)]
+
+
+def test_all_samples_of_a_pinned_prompt_finish(
+    model: PreTrainedModel, folder: Path, depth: int, background: Callable[..., Future[object]]
+) -> None:
+    with running(model, max_requests_per_batch=2) as manager:
+        staged = manager.stage_weights(folder)
+        gate = StepGate(model)
+        # Room for two of the four at a time: the others wait in line when the swap begins.
+        pinned = begun(manager, gate, weight_version=1, sampling=SamplingParams(num_return_sequences=4, seed=3))
+        for _ in range(4):
+            gate.step()
+        commit = background(manager.commit_weights, staged)
+        wait_until(lambda: is_pause_wanted(manager))
+        gate.open()
+        commit.result(DEADLINE_S)
+        for name in (pinned, *(f"{pinned}__child#{index}" for index in range(3))):
+            output = result_of(manager, name)
+            assert output.weight_versions == (WeightSpan(1, 0, NUM_NEW),)
 
 
 # Digests

@@ -353,6 +353,72 @@ def test_every_request_ends_right_on_a_random_walk(seed: int, depth: int) -> Non
         check_ending(request)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(16))
+def test_requests_that_finish_before_a_swap_are_of_one_version_on_a_random_walk(seed: int, depth: int) -> None:
+    rng = random.Random(seed)
+    scheduler = Scheduler(random_config(rng))
+    pipeline = Pipeline(scheduler, depth)
+    prefix = [rng.randrange(97) for _ in range(12)]
+    only_pinned = seed % 2 == 1
+    is_holding = False
+    submitted: list[ActiveRequest] = []
+    for tick in range(400):
+        if tick < 300 and rng.random() < 0.3:
+            request = random_request(rng, prefix)
+            for member in (request, *request.children):
+                member.pinned_version = scheduler.version if rng.random() < 0.3 or not only_pinned else None
+            submitted += [request, *request.children]
+            scheduler.add(request)
+        if submitted and rng.random() < 0.03:
+            scheduler.end(rng.choice(submitted).request_id, FinishReason.CANCELLED, now=0.0)
+        is_holding = go_on_swapping(rng, pipeline, only_pinned=only_pinned, is_holding=is_holding)
+        if scheduler.has_requests:
+            is_alone = not pipeline.in_flight
+            assert pipeline.step(rng.choice([1, 16, 64])).rows or not is_alone
+    scheduler.hold_back(everybody=False, pinned=False)
+    while scheduler.has_requests:
+        pipeline.step(64)
+    pipeline.drain()
+    assert scheduler.requests() == []
+    assert all(group.pool.num_free == group.pool.num_blocks for group in scheduler.groups)
+    assert scheduler.version > 1
+    for request in submitted:
+        check_ending(request)
+        if request.pinned_version is not None:
+            assert {span.version for span in request.spans} <= {request.pinned_version}
+            gone = request.finish_reason is FinishReason.WEIGHT_VERSION_GONE
+            assert not (gone and request.output_ids), "what had begun was to finish"
+
+
+def go_on_swapping(rng: random.Random, pipeline: "Pipeline", *, only_pinned: bool, is_holding: bool) -> bool:
+    """Begins a swap now and then, ends or abandons one that was begun; gives whether one is under way."""
+    scheduler = pipeline.scheduler
+    if not is_holding:
+        is_begun = rng.random() < 0.05
+        if is_begun:
+            scheduler.hold_back(everybody=not only_pinned, pinned=only_pinned)
+        scheduler.check_invariants()
+        return is_begun
+    is_clear = not scheduler.has_begun(only_pinned=only_pinned)
+    if is_clear:
+        swap(scheduler, pipeline, in_flight=rng.choice(["keep", "recompute"]))
+    if is_clear or rng.random() < 0.02:
+        scheduler.hold_back(everybody=False, pinned=False)
+        is_holding = False
+    scheduler.check_invariants()
+    return is_holding
+
+
+def swap(scheduler: Scheduler, pipeline: "Pipeline", *, in_flight: str) -> None:
+    """What the loop does in a pause, to a version one higher."""
+    pipeline.drain()
+    for request in scheduler.requests():
+        if request.pinned_version not in (None, scheduler.version + 1):
+            scheduler.end(request.request_id, FinishReason.WEIGHT_VERSION_GONE, now=0.0)
+    scheduler.set_version(scheduler.version + 1, recompute=in_flight == "recompute")
+
+
 def check_ending(request: ActiveRequest) -> None:
     whole = expected_output(request)
     assert request.output_ids == whole[: len(request.output_ids)]
