@@ -57,6 +57,11 @@ class FollowerLoop:
                 self._wake.notify_all()
 
     @property
+    def is_generating(self) -> bool:
+        """The driver knows, and the driver stages."""
+        return False
+
+    @property
     def num_waiting(self) -> int:
         return 0
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from engine.errors import EngineDead, EngineStopped, InvalidRequest, SwapConflict, WeightsError, WeightsLost
 from engine.loop import Hold
-from engine.openmp import release_helpers
+from engine.openmp import alone
+from engine.pacing import Pace
 from engine.packed_weights import PackedWeights
 from engine.parallel import RankGroup
 from engine.probing import probe
@@ -24,9 +25,9 @@ from engine.weights import (
     StagedWeights,
     bytes_beside,
     path_list,
+    read_part,
     served_digests,
     stage_streamed,
-    stage_weights,
 )
 
 T = TypeVar("T")
@@ -38,6 +39,8 @@ MEMORY_MARGIN_BYTES = 512 * 2**20
 """What staging leaves free: steps, requests and the page cache that it reads through need some."""
 CHANGE_TIMEOUT_S = 60.0
 """How long who reads the weights waits for who changes them: longer than any commit."""
+PACKED_AT_ONCE = 8
+"""Tensors that are packed between two rests."""
 MAX_READS = 5
 """So often is a reading of the weights begun anew when a commit came between."""
 
@@ -49,6 +52,9 @@ class ParkableLoop(Protocol):
 
     @property
     def is_running(self) -> bool: ...
+
+    @property
+    def is_generating(self) -> bool: ...
 
     def acquire_pause(self, timeout_s: float | None = None, *, hold: Hold | None = None) -> None: ...
 
@@ -106,24 +112,31 @@ class LiveWeights:
     def stage(self, request: StagingRequest) -> StagedWeights:
         """As the manager's `stage_weights`."""
         self._check(request)
-        staged = self._stage_part(request) if request.partial else self._read(request)
+        with alone():
+            staged = self._stage_part(request) if request.partial else self._read(request)
         self.prepare(staged)
-        release_helpers()
         return staged
 
     def prepare(self, staged: StagedWeights) -> None:
         """Makes what depends on staged weights, beside generation."""
-        if self._packed is not None:
-            self._packed.prepare(staged.pairs)
+        with alone():
+            if self._packed is not None:
+                pace, pairs = self._pace(), staged.pairs
+                for start in range(0, len(pairs), PACKED_AT_ONCE):
+                    self._packed.prepare(pairs[start : start + PACKED_AT_ONCE])
+                    pace.rest()
+            if self._in_place and staged.is_ready and not self._has_old(staged):
+                self._changes.read(lambda: staged.keep_old(version=self.version))
 
     def digests(self) -> dict[str, str]:
         """As the manager's `weight_digests`."""
         self._raise_if_no_driver()
-        found = self._changes.read(
-            lambda: served_digests(self._model) if self._ranks is None else digests_on_ranks(self._model, self._ranks)
-        )
-        release_helpers()
-        return found
+        with alone():
+            return self._changes.read(
+                lambda: (
+                    served_digests(self._model) if self._ranks is None else digests_on_ranks(self._model, self._ranks)
+                )
+            )
 
     def probe(self, staged: StagedWeights, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         """As the manager's `probe_weights`."""
@@ -137,9 +150,8 @@ class LiveWeights:
         def run() -> list[list[float]]:
             return probe(self._model, staged.pairs, prompts, attention=self._attention)
 
-        found = self._changes.read(run) if staged.unchanged else run()
-        release_helpers()
-        return found
+        with alone():
+            return self._changes.read(run) if staged.unchanged else run()
 
     def park(self, *, timeout_s: float | None, in_flight: str, pinned: str) -> "ParkedLoop":
         """As the manager's `park`."""
@@ -214,6 +226,8 @@ class LiveWeights:
         return self._changes.read(read)
 
     def _commit(self, staged: StagedWeights, version: int | None, in_flight: str) -> None:
+        if self._in_place and staged.is_ready and not self._has_old(staged):
+            staged.keep_old(version=self.version)
         # All or nothing by itself: rolling back what this call did not commit would bring older weights back.
         staged.commit(in_place=self._in_place)
         try:
@@ -221,6 +235,10 @@ class LiveWeights:
         except BaseException:
             staged.rollback()
             raise
+
+    def _has_old(self, staged: StagedWeights) -> bool:
+        """What a commit would overwrite is kept already, or in a log, where the commit itself writes it."""
+        return staged.is_streamed or staged.old_version == self.version
 
     def _refresh_packed(self, *, in_place: bool, is_short: bool) -> object:
         """is_short: memory is, so that the old copies go before the new ones are made."""
@@ -230,17 +248,22 @@ class LiveWeights:
             self._packed.forget()
         return self._packed.refresh(all_of_them=in_place or is_short)
 
+    def _pace(self) -> Pace:
+        return Pace(lambda: self.loop.is_running and self.loop.is_generating)
+
     def _read(self, request: StagingRequest) -> StagedWeights:
         paths, cast, partial = request.paths, request.cast, request.partial
+        rest = self._pace().rest
         if self._ranks is not None:
             self._raise_if_no_driver()
-            return stage_on_ranks(self._model, path_list(paths), self._ranks, cast=cast, partial=partial)
+            return stage_on_ranks(self._model, path_list(paths), self._ranks, cast=cast, partial=partial, rest=rest)
         if not self._has_room_beside(request):
             assert request.undo_folder is not None
             return stage_streamed(
-                self._model, paths, cast=cast, partial=partial, undo_folder=fspath(request.undo_folder)
+                self._model, paths, cast=cast, partial=partial, undo_folder=fspath(request.undo_folder), rest=rest
             )
-        return stage_weights(self._model, paths, cast=cast, partial=partial)
+        part = read_part(self._model, paths, cast=cast, partial=partial, rest=rest)
+        return StagedWeights(part.pairs, part.contents)
 
     def _has_room_beside(self, request: StagingRequest) -> bool:
         if request.memory != "auto":

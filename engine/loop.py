@@ -127,6 +127,11 @@ class GenerationLoop:
         return self._is_running
 
     @property
+    def is_generating(self) -> bool:
+        """Requests ran in the last step; as long as it is parked, nobody does."""
+        return self._stats.num_running > 0 and not self._is_parked
+
+    @property
     def num_waiting(self) -> int:
         """Requests that no step has taken up yet."""
         return self._num_in_inbox + self._stats.num_waiting

@@ -9,9 +9,13 @@ step after step, gives its helpers back.
 import ctypes
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 SOFT = 1
 """omp_pause_soft: what was set stays as it is."""
@@ -21,6 +25,23 @@ def release_helpers() -> None:
     """Ends the helpers of the calling thread; its next parallel operation makes new ones. Cheap where it has none."""
     for library in _libraries():
         library.omp_pause_resource_all(SOFT)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Inside, the calling thread computes without helpers; other threads keep theirs.
+
+    Beside generation a helper would have to wait for a core at every operation, and who waits for it with it.
+    """
+    before = torch.get_num_threads()  # which also sets the thread up: later, torch would overwrite the 1
+    libraries = _libraries()
+    for library in libraries:
+        library.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.omp_set_num_threads(before)
 
 
 @cache

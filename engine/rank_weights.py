@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import EngineDead, WeightsError, WeightsInvalid, WeightsSourceError
+from engine.openmp import alone
 from engine.parallel import Answer, Deed, RankGroup, WeightsTask
 from engine.weights import Contents, Part, StagedWeights, digests_of_ranks, read_part, served_digests
 
@@ -59,7 +60,13 @@ class WeightsOfRanks(StagedWeights):
 
 
 def stage_on_ranks(
-    model: PreTrainedModel, paths: Sequence[str], ranks: RankGroup, *, cast: bool = False, partial: bool = False
+    model: PreTrainedModel,
+    paths: Sequence[str],
+    ranks: RankGroup,
+    *,
+    cast: bool = False,
+    partial: bool = False,
+    rest: Callable[[], None] = lambda: None,
 ) -> WeightsOfRanks:
     """Gives new weights, staged on every rank; where one cannot take them, none keeps any and its error is raised.
 
@@ -68,7 +75,9 @@ def stage_on_ranks(
     with ranks.asking:
         number = ranks.ask(Deed.STAGE, paths=paths, cast=cast, partial=partial)
         try:
-            part = _read_everywhere(lambda: read_part(model, paths, cast=cast, partial=partial), ranks, number)
+            part = _read_everywhere(
+                lambda: read_part(model, paths, cast=cast, partial=partial, rest=rest), ranks, number
+            )
         except EngineDead:
             raise
         except BaseException:
@@ -110,7 +119,8 @@ class RankWeights:
     def _answer(self, task: WeightsTask) -> None:
         rank = self._ranks.rank
         try:
-            answer = self._do(task)
+            with alone():
+                answer = self._do(task)
         except Exception as error:  # noqa: BLE001  # the driver raises it
             logger.warning("weights refused deed=%s error=%r", task.deed, str(error))
             answer = Answer(rank, error=(type(error).__name__, str(error), getattr(error, "tensor", None)))

@@ -1,11 +1,13 @@
 """Reads new weights and checks everything about them before the model sees any."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import WeightsInvalid
+from engine.openmp import alone
 from engine.weights.digests import Contents
 from engine.weights.layers import Paths
 from engine.weights.source import open_source
@@ -27,7 +29,8 @@ def stage_weights(model: PreTrainedModel, path: Paths, *, cast: bool = False, pa
             "the model is cut over tensor parallel ranks, which take new weights together; call stage_weights() of the"
             " driver's manager"
         )
-    part = read_part(model, path, cast=cast, partial=partial)
+    with alone():
+        part = read_part(model, path, cast=cast, partial=partial)
     return StagedWeights(part.pairs, part.contents)
 
 
@@ -40,14 +43,22 @@ class Part:
     source: str
 
 
-def read_part(model: PreTrainedModel, path: Paths, *, cast: bool = False, partial: bool = False) -> Part:
+def read_part(
+    model: PreTrainedModel,
+    path: Paths,
+    *,
+    cast: bool = False,
+    partial: bool = False,
+    rest: Callable[[], None] = lambda: None,
+) -> Part:
     """Gives what `stage_weights` stages, and of a model that is cut over ranks the part of this one.
 
-    Every rank reads and checks the whole source.
+    Every rank reads and checks the whole source. rest: called after each tensor.
     """
     with open_source(model, path, cast=cast, partial=partial) as source:
         pairs = []
         for part in source.parts():
             new = part.tensor.to(part.slot.current.device)
             pairs += [(holder, new) for holder in part.slot.holders]
+            rest()
         return Part(pairs, source.contents(), source.files)

@@ -18,7 +18,7 @@ class _State(StrEnum):
 
 class StagedWeights:
     """New storages for the tensors of one model. An exchange swaps storages: its time does not grow with their size.
-    In place it swaps what they hold, for who holds their addresses.
+    In place it copies what they hold, once, for who holds their addresses.
 
     Whoever calls `commit` or `rollback` holds the pause of every manager that runs the model. Tensors that shared a
     storage share the new one. Invariant: the model holds all of the one set and this object all of the other.
@@ -39,6 +39,9 @@ class StagedWeights:
         self.size_bytes = sum(spare.numel() * spare.element_size() for spare in distinct)
         self._state = _State.STAGED
         self._is_in_place = False
+        self._old: list[Tensor] | None = None
+        self.old_version: int | None = None
+        """The weight version that `keep_old` copied."""
 
     @property
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
@@ -75,11 +78,16 @@ class StagedWeights:
         """How many bytes of tensors were read."""
         return self._contents.num_bytes
 
+    def keep_old(self, *, version: int | None = None) -> None:
+        """Copies what a commit in place overwrites to the host, ahead of the pause; it must not change until then."""
+        self._old = [held.detach().to("cpu", copy=True) for held, _ in self._distinct()]
+        self.old_version = version
+
     def commit(self, *, in_place: bool = False) -> None:
         """Gives the model the new weights; the old ones are kept for `rollback`. On an error nothing has changed.
 
-        in_place: the tensors of the model stay where they are in memory, as captured CUDA graphs need it. That copies,
-        one tensor at a time, with room for one more.
+        in_place: the tensors of the model stay where they are in memory, as captured CUDA graphs need it. That copies
+        the new values, and the old ones first, where nobody has called `keep_old`.
         """
         if self._state is not _State.STAGED:
             raise WeightsError(f"these weights are {self._state}; only staged ones can be committed")
@@ -99,6 +107,7 @@ class StagedWeights:
     def discard(self) -> None:
         """Frees the weights that the model does not hold; no pause is needed. After a commit this makes it final."""
         self._pairs.clear()
+        self._old = None
         self._state = _State.DISCARDED
 
     def _exchange(self) -> None:
@@ -109,17 +118,24 @@ class StagedWeights:
             self._exchange_storages()
 
     def _exchange_values(self) -> None:
-        # Tensors that share a storage come with one spare for all of them.
-        distinct = {id(spare): (held, spare) for held, spare in self._pairs}.values()
+        if self._old is None:
+            self.keep_old()
+        assert self._old is not None
+        new = [spare for _, spare in self._distinct()]
+        taken, given = (self._old, new) if self._state is _State.COMMITTED else (new, self._old)
         done = 0
         try:
-            for held, spare in distinct:
-                _swap_values(held, spare)
+            for (held, _), value in zip(self._distinct(), taken, strict=True):
                 done += 1
+                _copy(held, value)
         except BaseException:
-            for held, spare in list(distinct)[:done]:
-                _swap_values(held, spare)
+            for (held, _), value in list(zip(self._distinct(), given, strict=True))[:done]:
+                _copy(held, value)
             raise
+
+    def _distinct(self) -> list[tuple[Tensor, Tensor]]:
+        """Each storage once: tensors that share one come with one spare for all of them."""
+        return list({id(spare): (held, spare) for held, spare in self._pairs}.values())
 
     def _exchange_storages(self) -> None:
         before = [held.data for held, _ in self._pairs]
@@ -138,8 +154,6 @@ class StagedWeights:
                 raise WeightsError("the model was moved or changed after these weights were staged; stage them again")
 
 
-def _swap_values(one: Tensor, other: Tensor) -> None:
+def _copy(held: Tensor, value: Tensor) -> None:
     with torch.no_grad():
-        kept = one.detach().clone()
-        one.copy_(other)
-        other.copy_(kept)
+        held.copy_(value)

@@ -7,6 +7,7 @@ overwritten, so that an error half way brings back exactly the old weights.
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,16 +30,22 @@ def bytes_beside(model: PreTrainedModel, paths: Paths, *, cast: bool, partial: b
 
 
 def stage_streamed(
-    model: PreTrainedModel, paths: Paths, *, cast: bool = False, partial: bool = False, undo_folder: str
+    model: PreTrainedModel,
+    paths: Paths,
+    *,
+    cast: bool = False,
+    partial: bool = False,
+    undo_folder: str,
+    rest: Callable[[], None] = lambda: None,
 ) -> "StreamedWeights":
     """Gives weights of which everything is checked and nothing kept in memory; raises as `stage_weights` does.
 
-    Raises WeightsError when the old weights do not fit the disk of `undo_folder`.
+    rest: called after each tensor. Raises WeightsError when the old weights do not fit the disk of `undo_folder`.
     """
     with open_source(model, paths, cast=cast, partial=partial) as source:
         _check_disk(Path(undo_folder), source.needed_bytes)
         for _ in source.parts():
-            pass
+            rest()
         return StreamedWeights(source, path_list(paths), cast=cast, partial=partial, undo_folder=undo_folder)
 
 

@@ -35,6 +35,7 @@ from engine import (
     WeightSpan,
     WeightVersionGone,
 )
+from engine.live_weights import LiveWeights, StagingRequest
 from engine.weights import digest_of, digest_of_all
 
 PROMPT = prompt_of(70, seed=4)
@@ -431,6 +432,40 @@ def test_all_samples_of_a_pinned_prompt_finish(
         for name in (pinned, *(f"{pinned}__child#{index}" for index in range(3))):
             output = result_of(manager, name)
             assert output.weight_versions == (WeightSpan(1, 0, NUM_NEW),)
+
+
+class FailingLoop:
+    """A loop that is parked and cannot start a version."""
+
+    is_running = True
+    is_generating = False
+
+    def acquire_pause(self, timeout_s: float | None = None, *, hold: object = None) -> None: ...
+
+    def release_pause(self, *, hold: object = None) -> None: ...
+
+    def change_version(self, version: int, *, in_flight: str) -> None:  # noqa: ARG002  # the interface of a loop
+        raise RuntimeError("no version")
+
+    def fail(self, error: BaseException) -> None: ...
+
+
+def test_in_place_the_weights_of_this_moment_come_back_not_those_of_staging(
+    model: PreTrainedModel, folder: Path
+) -> None:
+    weights = LiveWeights(model, ranks=None, packed=None, in_place=True, free_bytes=lambda: 1 << 40)
+    weights.loop = FailingLoop()
+    staged = weights.stage(StagingRequest(folder))
+    assert staged.old_version == 1
+    model.model.norm.weight.data.mul_(2.0)
+    weights.version = 2
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with (
+        weights.park(timeout_s=None, in_flight="keep", pinned="end") as parked,
+        pytest.raises(RuntimeError, match="no version"),
+    ):
+        parked.commit(staged)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 # Digests

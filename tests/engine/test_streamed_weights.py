@@ -172,6 +172,13 @@ def test_everything_is_checked_before(model: PreTrainedModel, folder: Path) -> N
         stage_streamed(model, folder, undo_folder=str(folder / "nowhere"))
 
 
+def idle_weights(model: PreTrainedModel, free_bytes: int) -> LiveWeights:
+    """Weights that nobody generates with, on a device with so much memory to spare."""
+    weights = LiveWeights(model, ranks=None, packed=None, in_place=False, free_bytes=lambda: free_bytes)
+    weights.loop = init_continuous_batching(model, continuous_batching_config=small_config())._loop
+    return weights
+
+
 # In a manager
 
 
@@ -233,7 +240,7 @@ def test_nothing_is_generated_when_the_old_weights_cannot_be_brought_back(
 def test_memory_decides_unless_told(
     free: int, with_folder: bool, outcome: bool | None, model: PreTrainedModel, folder: Path, tmp_path: Path
 ) -> None:
-    weights = LiveWeights(model, ranks=None, packed=None, in_place=False, free_bytes=lambda: free)
+    weights = idle_weights(model, free)
     request = StagingRequest(folder, undo_folder=tmp_path if with_folder else None)
     if outcome is None:
         with pytest.raises(WeightsError, match=r"do not fit the 1 MiB that are free.*undo_folder"):
@@ -256,6 +263,6 @@ def test_memory_decides_unless_told(
 def test_arguments_that_cannot_be_honoured_are_refused(
     arguments: dict[str, str], message: str, model: PreTrainedModel, folder: Path
 ) -> None:
-    weights = LiveWeights(model, ranks=None, packed=None, in_place=False, free_bytes=lambda: 0)
+    weights = idle_weights(model, 0)
     with pytest.raises(InvalidRequest, match=message):
         weights.stage(StagingRequest(folder, **arguments))
