@@ -174,6 +174,8 @@ def _in_library_terms(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.CHOICE:
         words = (json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
+    if grammar.kind is GrammarKind.LARK:
+        return LLMatcher.grammar_from_lark(grammar.text)
     # "::=" is how rules are written in GBNF, as of llama.cpp and xgrammar; Lark has ":".
     return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text) if "::=" in grammar.text else grammar.text)
 

@@ -8,12 +8,13 @@ from engine import SamplingParams, TopLogprobs, WeightSpan, WorkloadHints
 
 
 class GrammarKind(StrEnum):
-    """How a grammar is written. CHOICE is a JSON list of texts, EBNF is GBNF or Lark."""
+    """How a grammar is written. CHOICE is a JSON list of texts, EBNF is GBNF or Lark, whatever a client sends."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
     CHOICE = "choice"
     EBNF = "ebnf"
+    LARK = "lark"
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,6 +256,10 @@ class AppSettings(Section):
     trust_remote_code: run code that comes with the model; off, because it is somebody else's code.
     engine: knobs of the engine.
     workload_hints: what is known of the traffic; sizes the cache.
+    tool_parser: how the model writes calls of tools; None is what its chat template shows. With hermes, tools are told
+        in the system message where the template knows none.
+    reasoning_parser: think takes reasoning in <think> tags out of the answer, none leaves all in it; None is what the
+        chat template shows.
     admin_key_file: file holding the admin key; the environment's PITSTOP_ADMIN_KEY and PITSTOP_ADMIN_KEY_FILE win.
     api_keys_file: file of keys for users, one a line, each with the name of its tenant behind it where it has one; the
         environment's PITSTOP_API_KEYS (with commas between them) and PITSTOP_API_KEYS_FILE win. Files are read again
@@ -270,6 +274,8 @@ class AppSettings(Section):
     max_model_len: int | None = Field(default=None, ge=1)
     seed: int | None = None
     trust_remote_code: bool = False
+    tool_parser: Literal["hermes", "llama3_json", "mistral"] | None = None
+    reasoning_parser: Literal["think", "none"] | None = None
     engine: ContinuousBatchingConfig = Field(default_factory=ContinuousBatchingConfig)
     workload_hints: WorkloadHints = Field(default_factory=WorkloadHints)
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)

@@ -6,6 +6,7 @@ comes out of here, put together, is what decoding all tokens at once gives, cut 
 
 import inspect
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 from jinja2 import TemplateError
@@ -27,6 +28,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         added: dict[int, Any] = tokenizer.added_tokens_decoder
         self._skipped = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._added = {str(token): token_id for token_id, token in added.items()}
         # The first call clears the truncation a tokenizer file may ask for; later ones then change nothing.
         self.encode("a")
 
@@ -46,9 +48,20 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
+    @property
+    def chat_template(self) -> str:
+        """The text of the chat template, of all of them where the model has several; empty where it has none."""
+        template: Any = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+    def added_id(self, text: str) -> int | None:
+        """Gives the id of a token that was added to the vocabulary under this text, special or not."""
+        return self._added.get(text)
+
     def encode_chat(
         self,
-        messages: Sequence[dict[str, str]],
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] = (),
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -65,6 +78,7 @@ class Tokenizer:
         try:
             text = self._tokenizer.apply_chat_template(
                 list(messages),
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -120,9 +134,13 @@ class Detokeniser:
     makes U+FFFD of whole characters spelt in bytes when an incomplete one follows them, and this gave them out before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skips_special_tokens: bool = True, shown_ids: AbstractSet[int] = frozenset()
+    ) -> None:
+        """shown_ids: special tokens that are not skipped with the others."""
         self._tokenizer = tokenizer
         self._skips = skips_special_tokens
+        self._shown = shown_ids
         # Decoding starts at tokens already given out, because how a token reads may depend on the one before it.
         self._window: list[int] = []
         self._num_read = 0
@@ -130,7 +148,7 @@ class Detokeniser:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Gives the text that the new tokens complete."""
-        new_ids = [token_id for token_id in token_ids if not (self._skips and self._tokenizer.is_skipped(token_id))]
+        new_ids = [token_id for token_id in token_ids if not self._is_skipped(token_id)]
         if not new_ids:
             return ""
         text = self._decode(self._window + new_ids)
@@ -144,7 +162,11 @@ class Detokeniser:
         return self._decode(self._window)[self._num_emitted :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips)
+        # What is to be skipped is not among them any more.
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips and not self._shown)
+
+    def _is_skipped(self, token_id: int) -> bool:
+        return self._skips and token_id not in self._shown and self._tokenizer.is_skipped(token_id)
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
@@ -196,7 +218,7 @@ class StopMatcher:
             end, start = min(found)
             self.found, self._held = text[start:end], ""
             return text[: end if self._includes_stop else start]
-        num_held = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
+        num_held = max((overlap(text, stop) for stop in self._stop_strings), default=0)
         settled = len(text) - num_held
         self._held = text[settled:]
         return text[:settled]
@@ -207,7 +229,7 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Gives the length of the longest end of `text` that `stop` begins with, less than all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

@@ -17,9 +17,6 @@ SHARED: dict[str, tuple[object, ...]] = {
 }
 
 CHAT: dict[str, tuple[object, ...]] = SHARED | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "store": (False,),
@@ -41,16 +38,17 @@ COMPLETIONS: dict[str, tuple[object, ...]] = SHARED | {"suffix": ("",)}
 
 ASSISTANT_MESSAGE: dict[str, tuple[object, ...]] = {
     "refusal": (),
-    "tool_calls": ([],),
     "function_call": (),
     "audio": (),
     "annotations": ([],),
-    "reasoning_content": (),
     "name": (),
 }
 """What clients send back of an answer they got."""
 
 MESSAGE: dict[str, tuple[object, ...]] = {"name": ()}
+
+OF_ROLE = {"assistant": ASSISTANT_MESSAGE, "tool": {}}
+"""Those of other roles are in MESSAGE."""
 
 
 def drop_neutral(values: Any, table: dict[str, tuple[object, ...]]) -> Any:

@@ -16,6 +16,7 @@ from serve_app.protocol.parsing import shorten
 from serve_app.protocol.sampling import NumTop, SamplingFields
 from serve_app.protocol.strict import Label, RequestModel
 from serve_app.protocol.structure import StructureFields
+from serve_app.protocol.tools import ToolCall, ToolFields
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
@@ -47,23 +48,46 @@ class TextPart(RequestModel):
 
 
 class Message(RequestModel):
-    """One turn of a chat. Text parts are joined by line breaks."""
+    """One turn of a chat. Text parts are joined by line breaks.
 
-    role: Literal["system", "user", "assistant"]
-    content: str | list[TextPart]
+    tool_calls, reasoning_content: of an answer. tool_call_id, name: of what a tool gave.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    tool_calls: list[ToolCall] | None = None
+    reasoning_content: str | None = None
+    tool_call_id: Label | None = None
+    name: Label | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _drop_neutral(cls, values: Any) -> Any:
-        is_answer = isinstance(values, dict) and values.get("role") == "assistant"
-        return neutral.drop_neutral(values, neutral.ASSISTANT_MESSAGE if is_answer else neutral.MESSAGE)
+        role = values.get("role") if isinstance(values, dict) else None
+        return neutral.drop_neutral(values, neutral.OF_ROLE.get(str(role), neutral.MESSAGE))
 
-    def for_template(self) -> dict[str, str]:
-        """Gives the message as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": self.role, "content": text}
+    @model_validator(mode="after")
+    def _check_role(self) -> Self:
+        for name, role in _ROLE_OF_FIELD.items():
+            if getattr(self, name) is not None and self.role != role:
+                raise InvalidRequest(f"{name} goes with the role {role!r}, not {self.role!r}", name)
+        if self.content is None and not self.tool_calls:
+            raise InvalidRequest("content is missing", "content")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise InvalidRequest("tool_call_id is missing", "tool_call_id")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """Gives the message as chat templates take it; raises InvalidRequest for arguments that are no JSON object."""
+        parts = [self.content] if isinstance(self.content, str) else [part.text for part in self.content or ()]
+        plain: dict[str, Any] = {"role": self.role, "content": "\n".join(parts)}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        given = {name: getattr(self, name) for name in ("reasoning_content", "tool_call_id", "name")}
+        return plain | {name: value for name, value in given.items() if value is not None}
 
 
+_ROLE_OF_FIELD = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool", "name": "tool"}
 Messages = Annotated[list[Message], Field(min_length=1)]
 
 
@@ -157,7 +181,7 @@ class GenerationRequest(SamplingFields, StructureFields, ABC):
         )
 
 
-class ChatRequest(GenerationRequest, ChatTemplateFields):
+class ChatRequest(GenerationRequest, ChatTemplateFields, ToolFields):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages

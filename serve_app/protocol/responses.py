@@ -4,7 +4,8 @@ Extensions: `weight_versions` (spans over the choice's tokens; a stream gives al
 new version, and in the last chunk of the choice), `token_ids` and `prompt_token_ids` (where `return_token_ids` is asked
 for; a stream gives the prompt's in its first chunk), `stop_reason` (the stop string or the id of the stop token that
 ended the choice), `prompt_logprobs` and `timings` (where asked for; in a stream with its first chunk and with the
-last one that ends a choice). `system_fingerprint` is the model and the weight version that drew the latest token.
+last one that ends a choice), `reasoning_content` (what the model thought before it answered). `system_fingerprint` is
+the model and the weight version that drew the latest token.
 """
 
 from typing import Literal
@@ -12,7 +13,16 @@ from typing import Literal
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 EXTENSIONS = frozenset(
-    {"weight_versions", "token_ids", "prompt_token_ids", "stop_reason", "prompt_logprobs", "timings"}
+    {
+        "weight_versions",
+        "token_ids",
+        "prompt_token_ids",
+        "stop_reason",
+        "prompt_logprobs",
+        "timings",
+        "reasoning_content",
+        "tool_calls",
+    }
 )
 
 
@@ -103,12 +113,39 @@ class CompletionLogprobs(BaseModel):
     top_logprobs: list[dict[str, float] | None] | None = None
 
 
-class AssistantMessage(BaseModel):
-    """The answer of a chat."""
+class SparseModel(BaseModel):
+    """Part of an answer without the fields that hold nothing."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        values: dict[str, object] = handler(self)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class FunctionDelta(SparseModel):
+    """The name comes once; arguments is JSON text, or a piece of it."""
+
+    name: str | None = None
+    arguments: str = ""
+
+
+class CallDelta(SparseModel):
+    """A call of a tool; in a stream a piece of the call `index`, of which id and type come once."""
+
+    index: int | None = None
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class AssistantMessage(ResponseModel):
+    """The answer of a chat. content is null where there are only calls."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChoice(ResponseModel):
@@ -138,16 +175,13 @@ class ChatCompletion(ResponseModel):
     timings: Timings | None = None
 
 
-class Delta(ResponseModel):
+class Delta(SparseModel):
     """What is new in a chat; the role comes in the first chunk only."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
-
-    @model_serializer(mode="wrap")
-    def _leave_out_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
-        values: dict[str, object] = handler(self)
-        return {name: value for name, value in values.items() if value is not None}
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
 
 
 class ChatChunkChoice(ResponseModel):

@@ -21,6 +21,8 @@ class TextRules:
     min_tokens: int = 0
     includes_stop: bool = False
     skips_special_tokens: bool = True
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are shown all the same."""
 
 
 @dataclass(slots=True)
@@ -65,7 +67,9 @@ class Answer:
     def __init__(self, tokenizer: Tokenizer, rules: TextRules = TextRules(), *, index: int = 0) -> None:
         self._index = index
         self._rules = rules
-        self._detokeniser = Detokeniser(tokenizer, skips_special_tokens=rules.skips_special_tokens)
+        self._detokeniser = Detokeniser(
+            tokenizer, skips_special_tokens=rules.skips_special_tokens, shown_ids=rules.shown_ids
+        )
         self._stop = StopMatcher(rules.stop_strings, includes_stop=rules.includes_stop)
         self._has_stops = bool(rules.stop_strings)
         self._num_characters = 0

@@ -1,6 +1,7 @@
 """An answer in the two shapes of OpenAI: whole, or as the chunks of a stream."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from serve_app.protocol.responses import (
 from serve_app.router.answer import Answer, Piece
 from serve_app.router.choices import Choices
 from serve_app.router.logprobs import LogprobWriter, joined
+from serve_app.router.message_parts import MessagePart, MessageParts
 from serve_app.text import Tokenizer
 
 
@@ -59,8 +61,8 @@ class AnswerFormat(Protocol):
         """Gives the complete answer; each piece is all of its choice."""
         ...
 
-    def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> BaseModel:
-        """Gives one event of a stream; is_first: of its choice."""
+    def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> BaseModel | None:
+        """Gives one event of a stream, or None where the piece adds nothing yet; is_first: of its choice."""
         ...
 
     def usage_chunk(self, choices: Choices) -> BaseModel:
@@ -71,9 +73,13 @@ class AnswerFormat(Protocol):
 class ChatFormat:
     """`/v1/chat/completions`."""
 
-    def __init__(self, envelope: Envelope, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, envelope: Envelope, tokenizer: Tokenizer, make_parts: Callable[[], MessageParts | None] = lambda: None
+    ) -> None:
+        """make_parts: gives what takes the text of one choice apart; None where all of it is content."""
         self._envelope = envelope
         self._writer = LogprobWriter(tokenizer, names_ids=envelope.names_ids)
+        self._parts: dict[int, MessageParts | None] = defaultdict(make_parts)
 
     @property
     def id(self) -> str:
@@ -93,13 +99,21 @@ class ChatFormat:
             timings=_timings(e, choices),
         )
 
-    def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> ChatChunk:
+    def chunk(self, piece: Piece, choices: Choices, *, is_first: bool) -> ChatChunk | None:
         e = self._envelope
+        part = self._part(piece)
+        if part.is_empty and not piece.begins_version and not (e.returns_ids or e.returns_logprobs):
+            return None
         choice = ChatChunkChoice(
             index=piece.index,
-            delta=Delta(role="assistant" if is_first else None, content=piece.text),
+            delta=Delta(
+                role="assistant" if is_first else None,
+                content=part.content or (None if part.reasoning or part.calls else ""),
+                reasoning_content=part.reasoning or None,
+                tool_calls=part.calls or None,
+            ),
             logprobs=self._writer.chat(piece) if e.returns_logprobs else None,
-            finish_reason=piece.finish_reason,
+            finish_reason=part.finish_reason,
             stop_reason=piece.stop_reason,
             weight_versions=_spans_of(piece, choices),
             token_ids=piece.token_ids if e.returns_ids else None,
@@ -143,15 +157,25 @@ class ChatFormat:
         return self._writer.prompt(choices.prompt_ids(index), choices.answers[index])
 
     def _choice(self, piece: Piece, choices: Choices) -> ChatChoice:
+        part = self._part(piece)
+        message = AssistantMessage(
+            content=part.content or (None if part.calls else ""),
+            reasoning_content=part.reasoning or None,
+            tool_calls=[call.model_copy(update={"index": None}) for call in part.calls] or None,
+        )
         return ChatChoice(
             index=piece.index,
-            message=AssistantMessage(content=piece.text),
+            message=message,
             logprobs=self._writer.chat(piece) if self._envelope.returns_logprobs else None,
-            finish_reason=piece.finish_reason or "",
+            finish_reason=part.finish_reason or "",
             stop_reason=piece.stop_reason,
             weight_versions=_spans(choices.answers[piece.index].weight_versions),
             token_ids=piece.token_ids if self._envelope.returns_ids else None,
         )
+
+    def _part(self, piece: Piece) -> MessagePart:
+        parts = self._parts[piece.index]
+        return MessagePart(piece.text, "", [], piece.finish_reason) if parts is None else parts.push(piece)
 
 
 class CompletionFormat:

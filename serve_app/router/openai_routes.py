@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -51,9 +52,12 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
     async def chat_completions(request: Request) -> Response:
         body = await _read(ChatRequest, request, settings)
         with _parameters_named(prompt="messages"):
-            prompt_ids = await service.chat_ids(body.messages, **body.template_options())
-            asks = [await _ask(body, prompt_ids, service, caller_of(request))]
-            style = ChatFormat(_envelope("chatcmpl", body, request), service.tokenizer)
+            service.style.check(body)
+            prompt_ids = await service.chat_ids(body.messages, body, **body.template_options())
+            ask = await _ask(body, prompt_ids, service, caller_of(request))
+            asks = [replace(ask, grammar=service.style.grammar(body))]
+            parts = partial(service.style.parts, body, ask.prompt_ids)
+            style = ChatFormat(_envelope("chatcmpl", body, request), service.tokenizer, parts)
             return await _answer(request, service, asks=asks, body=body, style=style)
 
     @routes.post("/v1/completions", response_model=Completion, openapi_extra=body_of(CompletionRequest))
@@ -115,8 +119,10 @@ async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest
         async for piece in choices.pieces():
             if piece.is_empty and not (shows_tokens and piece.token_ids):
                 continue
-            yield _event(style.chunk(piece, choices, is_first=piece.index not in begun))
-            begun.add(piece.index)
+            chunk = style.chunk(piece, choices, is_first=piece.index not in begun)
+            if chunk is not None:
+                yield _event(chunk)
+                begun.add(piece.index)
         if body.wants_usage_chunk:
             yield _event(style.usage_chunk(choices))
         yield DONE
@@ -148,6 +154,7 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         min_tokens=body.min_tokens or 0,
         includes_stop=bool(body.include_stop_str_in_output),
         skips_special_tokens=body.skip_special_tokens is not False,
+        shown_ids=service.style.shown_ids(body) if isinstance(body, ChatRequest) else frozenset(),
     )
     return Ask(
         prompt_ids=await _truncated(body, prompt_ids, service),

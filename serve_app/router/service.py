@@ -10,9 +10,10 @@ from typing import Any
 from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.messages import GenerateRequest, Grammar
 from serve_app.protocol.parsing import shorten, validate
-from serve_app.protocol.requests import Conversation, Message
+from serve_app.protocol.requests import ChatRequest, Conversation, Message
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, TextRules
+from serve_app.router.chat_style import chat_style
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation, TokenEvents
 from serve_app.router.in_flight import InFlight
@@ -68,6 +69,7 @@ class GenerationService:
     def __init__(self, settings: AppSettings, *, tokenizer: Tokenizer, fleet: Fleet, meter: VersionMeter) -> None:
         self._settings = settings
         self.tokenizer = tokenizer
+        self.style = chat_style(tokenizer, settings)
         self.fleet = fleet
         self._meter = meter
         self.tenants = Tenants(settings.limits)
@@ -143,12 +145,15 @@ class GenerationService:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
 
-    async def chat_ids(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Gives the ids of a chat up to where the assistant answers; options: those of `Tokenizer.encode_chat`."""
-        plain = [message.for_template() for message in messages]
-        if sum(len(message["content"]) for message in plain) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode_chat(plain, **options)
-        return await asyncio.to_thread(self.tokenizer.encode_chat, plain, **options)
+    async def chat_ids(self, messages: Sequence[Message], body: ChatRequest | None = None, **options: Any) -> list[int]:
+        """Gives the ids of a chat up to where the assistant answers.
+
+        body: where it comes with tools. options: others of `Tokenizer.encode_chat`.
+        """
+        plain, tools = self.style.for_template(messages, body)
+        if len(str(plain)) + len(str(tools)) <= INLINE_CHARACTERS:
+            return self.tokenizer.encode_chat(plain, tools, **options)
+        return await asyncio.to_thread(self.tokenizer.encode_chat, plain, tools, **options)
 
 
 def _check_version(name: str, version: object) -> None:

@@ -41,10 +41,14 @@ def allowed(constraint: TokenConstraint, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def walk(
-    constraint: GrammarConstraint, tokenizer: PreTrainedTokenizerBase, rng: random.Random, most: int = MAX_TOKENS
+    constraint: GrammarConstraint,
+    tokenizer: PreTrainedTokenizerBase,
+    rng: random.Random,
+    most: int = MAX_TOKENS,
+    ids: list[int] | None = None,
 ) -> str | None:
-    """Draws tokens as a model without any taste would; gives the text, or None where it was cut off."""
-    ids: list[int] = []
+    """Draws tokens, into `ids`, as a model without any taste would; gives the text, or None where it was cut off."""
+    ids = [] if ids is None else ids
     while not constraint.is_finished and len(ids) < most:
         token = int(rng.choice(allowed(constraint, tokenizer)))
         constraint.advance([token])

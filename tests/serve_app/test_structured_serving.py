@@ -29,7 +29,10 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     path: Path = tmp_path_factory.mktemp("model")
-    with running_app(AppSettings(model=make_model_folder(path), served_model_name="tiny", dtype="float32")) as root:
+    settings = AppSettings(
+        model=make_model_folder(path), served_model_name="tiny", dtype="float32", tool_parser="hermes"
+    )
+    with running_app(settings) as root:
         yield root
 
 
@@ -77,3 +80,32 @@ async def test_the_handle_takes_the_same(url: str) -> None:
     assert {output.text for output in outputs} <= set(words)
     with pytest.raises(InvalidRequest, match="structured_outputs is refused"):
         await anext(pitstop.generate("a", structured={"regex": "(["}))
+
+
+def called(delta_calls: list[dict[str, str]], chunk: openai.types.chat.ChatCompletionChunk) -> None:
+    for call in chunk.choices[0].delta.tool_calls or []:
+        if call.id is not None:
+            assert (call.type, call.index) == ("function", len(delta_calls))
+            delta_calls.append({"id": call.id, "name": call.function.name, "arguments": ""})
+        delta_calls[call.index]["arguments"] += call.function.arguments
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_required_call_comes_plain_and_streamed(client: openai.OpenAI, seed: int) -> None:
+    tools = [{"type": "function", "function": {"name": "look", "description": "looks", "parameters": SCHEMA}}]
+    arguments = {"model": "tiny", "messages": MESSAGES, "seed": seed, "tools": tools, "tool_choice": "required"}
+    choice = client.chat.completions.create(**arguments, parallel_tool_calls=False).choices[0]
+    assert (choice.finish_reason, choice.message.content, len(choice.message.tool_calls)) == ("tool_calls", None, 1)
+    call = choice.message.tool_calls[0]
+    jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    streamed: list[dict[str, str]] = []
+    for chunk in client.chat.completions.create(**arguments, parallel_tool_calls=False, stream=True):
+        called(streamed, chunk)
+        reason = chunk.choices[0].finish_reason
+    assert reason == "tool_calls"
+    assert [(call["name"], call["arguments"]) for call in streamed] == [(call.function.name, call.function.arguments)]
+    answer = [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "nothing there"},
+    ]
+    assert client.chat.completions.create(model="tiny", messages=[*MESSAGES, *answer], tools=tools, max_tokens=4)

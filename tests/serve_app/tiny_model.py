@@ -21,7 +21,7 @@ def make_model_folder(path: Path, *, seed: int = 0, hidden_size: int = 64, max_p
 
     Greedy output never ends by itself: the score of the end token is always 0, and of 256 random others one is higher.
     """
-    tokenizer = _tokenizer()
+    tokenizer = byte_tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -61,7 +61,7 @@ def changed_weights(source: str, path: Path, *, change: str) -> str:
     return str(path)
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(BPE(vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
