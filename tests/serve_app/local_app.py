@@ -13,12 +13,14 @@ import uvicorn
 from engine import ContinuousBatchingManager, FinishReason
 from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, ReplicaReport, TokenEvent
 from serve_app.metrics import ROUTER_METRICS, Recorder
+from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.ranks import start_engine
 from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import ModelLimits
 from serve_app.router.numbers import RouterNumbers
 from serve_app.router.service import GenerationService
 from serve_app.router.version_meter import VersionMeter
+from serve_app.router.version_watch import FleetVersions
 from serve_app.settings import AppSettings
 from serve_app.streams import TokenStream
 from serve_app.text import Tokenizer
@@ -47,6 +49,10 @@ class LocalFleet:
 
     async def limits(self) -> ModelLimits:
         return ModelLimits(self.manager.config.max_model_len, self.manager.config.vocab_size)
+
+    async def versions(self) -> FleetVersions:
+        version = self.manager.weight_version
+        return FleetVersions(version, frozenset({version}))
 
     async def probe(self) -> int:
         return self.manager.weight_version
@@ -85,6 +91,9 @@ class LocalStream:
 
     async def _generate(self) -> AsyncGenerator[TokenEvent, None]:
         request = self._request
+        version = self._manager.weight_version
+        if version < (request.min_weight_version or 0):
+            raise WeightVersionUnavailable(f"this engine serves weight version {version}")
         stream = TokenStream(request, replica_id="local")
         for sequence_id in stream.sequence_ids:
             self._manager.register_result_handler(sequence_id, stream.deliver)
@@ -96,6 +105,7 @@ class LocalStream:
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 hints=request.hints,
+                weight_version=request.weight_version,
             )
         except Exception:
             for sequence_id in stream.sequence_ids:
