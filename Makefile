@@ -53,8 +53,11 @@ test-all: setup fetch ## what takes longer or needs system packages, beyond make
 test-gpu: setup ## what needs a CUDA device and flash-attn; no check in CI does
 	$(PYTEST) -m gpu
 
-deps: ## install the system packages that make test-all uses
-	$(if $(SYSTEM_TOOLS),apt-get install -y --no-install-recommends $(sort $(foreach pair,$(SYSTEM_TOOLS),$(lastword $(subst :, ,$(pair))))),@echo "no system package is needed")
+deps: ## install the system packages that make test-all uses, where they are missing
+	@missing=(); for pair in $(SYSTEM_TOOLS); do \
+	    command -v "$${pair%%:*}" >/dev/null || missing+=("$${pair##*:}"); done; \
+	if [ "$${#missing[@]}" -gt 0 ]; then \
+	    apt-get update -qq && apt-get install -y -qq --no-install-recommends "$${missing[@]}"; fi
 
 dashboards: ## Prometheus on port 9090 beside make serve, with its alerts; configs/grafana has the dashboards
 	@command -v prometheus >/dev/null || { echo "prometheus is missing: make deps" >&2; exit 1; }
