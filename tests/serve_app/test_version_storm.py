@@ -5,6 +5,7 @@ The weights of a version always draw one token, so that a wrong span shows in th
 
 import asyncio
 import json
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from tests.serve_app.running_app import APP_NAME, eventually, http_client, runni
 from tests.serve_app.tiny_model import make_model_folder
 
 pytestmark = pytest.mark.slow
+
+logger = logging.getLogger(__name__)
 
 NUM_STREAMS, NUM_SWAPS, SWAP_EVERY_S = 64, 20, 1.0
 TOKENS = (40, 50, 60)
@@ -112,14 +115,21 @@ async def test_every_answer_is_right_or_a_clean_refusal(url: str, folders: list[
     async with http_client(url) as http:
         storm = Storm(http, connect(APP_NAME))
         clients = [asyncio.create_task(storm.run(seed)) for seed in range(NUM_STREAMS)]
+        rng = random.Random(0)
         for number in range(1, NUM_SWAPS + 1):
             await asyncio.wait(clients, timeout=SWAP_EVERY_S, return_when=asyncio.FIRST_EXCEPTION)
-            body = {"source": {"path": folders[number % len(folders)]}, "in_flight": ("keep", "recompute")[number % 2]}
+            body = {
+                "source": {"path": folders[number % len(folders)]},
+                "in_flight": rng.choice(["keep", "recompute"]),
+                "strategy": rng.choice(["synchronous", "rolling"]),
+                "pinned": rng.choice(["finish", "end"]),
+            }
             response = await http.post("/admin/weights", json=body)
             assert response.status_code == 200, response.text
             storm.newest = response.json()["version"]
         storm.is_over = True
         await asyncio.gather(*clients)
+        logger.info("event=storm_over outcomes=%s", dict(storm.outcomes))
         assert storm.newest == NUM_SWAPS + 1
         for outcome in ("length", "min_weight_version/length", "weight_version/length", "weight_version/refused"):
             assert storm.outcomes[outcome] > 0, storm.outcomes
