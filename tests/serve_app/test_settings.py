@@ -147,3 +147,18 @@ def test_an_admin_key_may_hold_any_printable_character(monkeypatch: pytest.Monke
     key = "0123,456#89;abcdef~"
     monkeypatch.setenv("PITSTOP_ADMIN_KEY", key)
     assert AppSettings().admin_key() == key
+
+
+def test_the_store_is_where_it_was_said_else_beside_the_manifest_else_temporary() -> None:
+    def place(**weights: str) -> tuple[str, bool]:
+        settings = parse_settings({"weights": weights}).weights
+        return str(settings.store_folder("my/app")), settings.is_store_durable
+
+    assert place(store="/a", folder="/b") == ("/a", True)
+    assert place(folder="/b") == ("/b/store", True)
+    temporary, is_durable = place()
+    assert not is_durable
+    assert temporary.endswith("-my_app")
+    assert temporary == place()[0]
+    with pytest.raises(ValueError, match=r"weights\.store is 'a'; it must be absolute"):
+        place(store="a")
