@@ -65,6 +65,7 @@ def test_an_evicted_block_sinks_to_the_host_and_comes_back_by_its_name() -> None
     pool.release(blocks)
     pool.acquire(1)
     assert pool.drain_copies() == [], "the host still has it"
+    assert (pool.num_evicted, pool.num_sunk, pool.num_restored) == (2, 1, 1)
     pool.check_invariants()
 
 

@@ -101,6 +101,9 @@ def test_nothing_is_generated_in_a_pause_and_nothing_is_lost(manager: Continuous
     assert result_of(manager, request_id).generated_tokens == expected
     assert not manager.stats().is_paused
     assert manager.stats().paused_seconds_total > 0
+    phases = manager.stats().step_phase_seconds_total
+    assert list(phases) == ["plan", "launch", "wait", "commit", "publish"]
+    assert all(seconds > 0 for seconds in phases.values())
 
 
 @pytest.mark.usefixtures("depth")

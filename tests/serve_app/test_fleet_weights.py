@@ -631,6 +631,9 @@ async def test_the_status_says_why_a_replica_cannot_take_the_committed_weights(f
     assert (await fleet.weights.status()).problem == f"replica c cannot start: there is no folder {gone}"
     await fleet.weights.heartbeat(ReplicaReport("d", version, "ready"))
     assert (await fleet.weights.status()).problem is None
+    page = (await fleet.weights.metrics()).splitlines()
+    assert "pitstop_replica_start_failures_total 1.0" in page
+    assert "pitstop_replica_starts_total 3.0" in page
 
 
 # History, rollback and idempotency
