@@ -23,12 +23,16 @@ from hypothesis.stateful import (
 
 from engine import PitstopError
 from serve_app.messages import PauseRequest, RollbackRequest, SwapResult
-from tests.serve_app.simulated_fleet import SimulatedFleet
+from tests.serve_app.simulated_fleet import Replica, SimulatedFleet
 from tests.serve_app.virtual_loop import VirtualLoop
 
 QUIET_S = 400.0
 """Virtual seconds without faults, above the sum of all deadlines that may be under way."""
 MAX_REPLICAS = 4
+RESTART_S = 20.0
+"""Of a controller; longer than a lease."""
+PHASES = ("stage", "park", "vote", "commit", "commit", "resume", "abort")
+FAULTS = ("silence", "death", "start", "restart")
 
 
 class FleetMachine(RuleBasedStateMachine):
@@ -47,6 +51,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.folders["/part"] = {"b": 9.0}
         self.fleet.start_controller()
         self.asked: list[asyncio.Task[Any]] = []
+        self.armed: list[tuple[str, str]] = []
+        self.fleet.before_call = self._strike
         for _ in range(2):
             self.fleet.add()
         self.fleet.pass_time(5)
@@ -131,6 +137,29 @@ class FleetMachine(RuleBasedStateMachine):
     def the_controller_restarts(self) -> None:
         self.fleet.start_controller()
 
+    @rule(phase=st.sampled_from(PHASES), fault=st.sampled_from(FAULTS))
+    def something_is_to_happen(self, phase: str, fault: str) -> None:
+        """At the next call for this phase: at random, nobody would die in the milliseconds between two of them."""
+        self.armed.append((phase, fault))
+
+    async def _strike(self, phase: str, replica: Replica) -> None:
+        for armed in [one for one in self.armed if one[0] == phase]:
+            self.armed.remove(armed)
+            if armed[1] == "silence":
+                replica.awake.clear()
+            elif armed[1] == "death":
+                self.fleet.replace(replica.name)
+            elif armed[1] == "start" and len(self.names) < MAX_REPLICAS:
+                self.fleet.add()
+                await asyncio.sleep(2.0)
+            elif armed[1] == "restart" and self.fleet.weights is not None:
+                self.fleet.kill_controller()
+                self.fleet.loop.call_later(RESTART_S, self._restart)
+
+    def _restart(self) -> None:
+        if self.fleet.weights is None:
+            self.fleet.start_controller()
+
     @invariant()
     def nobody_generates_what_was_never_committed(self) -> None:
         if hasattr(self, "fleet"):
@@ -150,6 +179,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def _all_is_well_after_the_faults(self) -> None:
         fleet = self.fleet
+        self.armed.clear()
         fleet.loss = 0.0
         for replica in fleet.replicas.values():
             replica.awake.set()
