@@ -50,7 +50,7 @@ def main() -> None:
         make_model(folder)
         replicas = {"min": 2, "max": 2, "torch_threads": 1}
         # Weights that come as tensors are kept there, for replicas that start later; here, until the end.
-        settings = parse_settings({"model": folder, "replicas": replicas, "weights": {"store": f"{folder}/store"}})
+        settings = parse_settings({"model": folder, "replicas": replicas, "weights": {"store": folder}})
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
         try:
             # Rollouts come over the Python handle, so no port is opened.

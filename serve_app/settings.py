@@ -142,9 +142,9 @@ class WeightSettings(Section):
         controller and replicas all end.
     history_versions: earlier versions that are remembered for rollback, beside the model the application was started
         with; sixteen are more than anybody tries by hand.
-    store: absolute path of a folder for weights that come as tensors, on a disk that every replica sees; made if only
-        its last part is missing. None is `store` in `folder`, and without `folder` a temporary one of the controller's
-        machine: replicas elsewhere cannot read that, and it may not outlive the machine.
+    store: absolute path of an existing folder for weights that come as tensors, on a disk that every replica sees; each
+        application has a folder in it. None is `store` in `folder`, and without `folder` a temporary one of the
+        controller's machine: replicas elsewhere cannot read that, and it may not outlive the machine.
     history_bytes: how much the store keeps in all; the oldest versions go first, and the committed one never. 64 GiB is
         a hundred versions of a small model, one of a large one.
     session_bytes: how much swap sessions that are open may have sent together; a trainer that sends without end must
@@ -175,12 +175,12 @@ class WeightSettings(Section):
 
     def store_folder(self, application: str) -> Path:
         """Gives the folder of the store; see `store`."""
+        # One for each application, as each removes what it needs no more.
+        name = re.sub(r"[^A-Za-z0-9_-]", "_", application)
         if self.store is not None:
-            return Path(self.store)
+            return Path(self.store) / name
         if self.folder is not None:
             return Path(self.folder) / "store"
-        # One for each user and application, so that a restarted controller finds it again.
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", application)
         return Path(tempfile.gettempdir()) / f"pitstop-store-{os.getuid()}-{name}"
 
     @property

@@ -8,6 +8,7 @@ removed by the next one that opens the store. Everything here blocks; call it in
 import fcntl
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Collection, Iterable, Sequence
@@ -21,6 +22,8 @@ from serve_app.safetensors_writer import SafetensorsWriter
 from serve_app.tensor_pieces import TensorPiece
 
 PARTIAL, LOCK, NEW_LOCK = ".partial", ".lock", ".new-lock"
+NAME = re.compile(r"\d{8}T\d{6}Z-[0-9a-f]{8}")
+"""Of a folder of the store; whatever else lies there is somebody else's and is left alone."""
 INDEX_NAME = "model.safetensors.index.json"
 
 
@@ -49,7 +52,7 @@ class WeightStore:
     def sealed(self) -> list[Path]:
         """Gives the whole folders, oldest first; none where the store cannot be read."""
         with suppress(OSError):
-            return sorted(path for path in self.folder.iterdir() if path.is_dir() and path.suffix != PARTIAL)
+            return sorted(path for path in self.folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir())
         return []
 
     def size_bytes(self) -> int:
@@ -82,13 +85,16 @@ class WeightStore:
     def _remove_leftovers(self) -> None:
         if not self.folder.is_dir():
             return
-        for lock in (*self.folder.glob(f"*{LOCK}"), *self.folder.glob(f"*{NEW_LOCK}")):
+        for lock in (*self._ours(LOCK), *self._ours(NEW_LOCK)):
             if _is_free(lock):
                 shutil.rmtree(lock.with_suffix(PARTIAL), ignore_errors=True)
                 lock.unlink(missing_ok=True)
-        for partial in self.folder.glob(f"*{PARTIAL}"):
+        for partial in self._ours(PARTIAL):
             if not partial.with_suffix(LOCK).exists():
                 shutil.rmtree(partial, ignore_errors=True)
+
+    def _ours(self, suffix: str) -> list[Path]:
+        return [path for path in self.folder.glob(f"*{suffix}") if NAME.fullmatch(path.stem)]
 
 
 class FolderWriter:

@@ -154,7 +154,7 @@ def test_the_store_is_where_it_was_said_else_beside_the_manifest_else_temporary(
         settings = parse_settings({"weights": weights}).weights
         return str(settings.store_folder("my/app")), settings.is_store_durable
 
-    assert place(store="/a", folder="/b") == ("/a", True)
+    assert place(store="/a", folder="/b") == ("/a/my_app", True)
     assert place(folder="/b") == ("/b/store", True)
     temporary, is_durable = place()
     assert not is_durable

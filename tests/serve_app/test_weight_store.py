@@ -17,6 +17,8 @@ from serve_app import safetensors_writer
 from serve_app.tensor_pieces import TensorPiece, cut_buckets
 from serve_app.weight_store import FolderWriter, WeightStore
 
+DEAD = "20260101T000000Z-00000000"
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
@@ -216,9 +218,9 @@ def test_only_what_dead_writers_left_is_removed(store: WeightStore) -> None:
     alive = store.begin()
     (partial,), (lock,) = store.folder.glob("*.partial"), store.folder.glob("*.lock")
     # The lock of a killed process is free, as is that of a copy.
-    shutil.copytree(partial, store.folder / "dead.partial")
-    shutil.copy(lock, store.folder / "dead.lock")
-    shutil.copytree(partial, store.folder / "half removed.partial")
+    shutil.copytree(partial, store.folder / f"{DEAD}.partial")
+    shutil.copy(lock, store.folder / f"{DEAD}.lock")
+    shutil.copytree(partial, store.folder / "20260101T000000Z-00000001.partial")
     WeightStore(store.folder, history_bytes=1)
     assert {str(path) for path in store.folder.iterdir()} == {kept, str(partial), str(lock)}
     send(alive, {"w": torch.zeros(8)})
@@ -267,6 +269,17 @@ def test_a_folder_that_cannot_be_read_is_a_clear_error(store: WeightStore, damag
         writer.fill([str(below.parent)])
     writer.drop()
     assert store.sealed() == [below.parent]
+
+
+def test_what_is_not_the_stores_is_left_alone(tmp_path: Path) -> None:
+    mine = {"checkpoints", "notes.partial", "some.lock", "some.new-lock"}
+    for name in mine:
+        (tmp_path / name).mkdir()
+    store = WeightStore(tmp_path, history_bytes=0)
+    folder = sealed(store, 10)
+    assert store.sealed() == [Path(folder)]
+    assert store.prune([]) == [Path(folder)]
+    assert {path.name for path in tmp_path.iterdir()} == mine
 
 
 def test_pruning_takes_what_no_version_needs_and_then_the_oldest(tmp_path: Path) -> None:
