@@ -140,7 +140,9 @@ class LocalApp:
 def local_app(settings: AppSettings) -> Iterator[LocalApp]:
     """Starts engine and server, and ends both."""
     engine = replace(settings.engine, max_queue_size=settings.limits.max_queued_requests)
-    manager = start_engine(settings.model_copy(update={"engine": engine}), settings.model)
+    # One thread: several wait for each other in every layer, which a busy machine makes long.
+    replicas = settings.replicas.model_copy(update={"torch_threads": 1})
+    manager = start_engine(settings.model_copy(update={"engine": engine, "replicas": replicas}), settings.model)
     fleet: Any = LocalFleet(manager)
     recorder = Recorder(ROUTER_METRICS)
     service = GenerationService(

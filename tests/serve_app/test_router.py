@@ -295,6 +295,29 @@ async def test_a_client_that_leaves_ends_its_request(server: Server, script: str
     await eventually(all_closed)
 
 
+@pytest.mark.parametrize("script", ["endless", "silent"])
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_abort_ends_a_request_for_its_client_and_in_the_engine(
+    http: httpx.AsyncClient, script: str, is_stream: bool
+) -> None:
+    request_id = f"{script}-{is_stream}"
+    asked = completion(cache_salt=script, stream=is_stream)
+    sending = http.post("/v1/completions", json=asked, headers={"x-request-id": request_id})
+    answering = asyncio.ensure_future(sending)
+
+    async def one_open() -> bool:
+        return await num_open() == 1
+
+    await eventually(one_open)
+    aborted = await http.post("/v1/abort", json={"request_id": request_id})
+    assert aborted.json() == {"num_aborted": 1}
+    answer = await answering
+    assert answer.status_code == 200
+    assert '"finish_reason":"cancelled"' in answer.text
+    await eventually(all_closed)
+    assert (await http.post("/v1/abort", json={"request_id": request_id})).json() == {"num_aborted": 0}
+
+
 async def test_request_ids_come_back_and_equal_ones_are_both_served(http: httpx.AsyncClient) -> None:
     headers = {"x-request-id": "mine"}
     send = [http.post("/v1/completions", json=completion(), headers=headers) for _ in range(2)]
