@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Set
 from typing import Any
 
-from engine import WeightsError, WeightsInvalid, WeightsSourceError
+from engine import InvalidRequest, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.messages import PauseOrder, SwapOrder, SwapReply
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
@@ -160,6 +160,8 @@ def raise_refusals(answers: Iterable[SwapReply | BaseException]) -> None:
         if answer.ok:
             continue
         message = f"replica {answer.replica_id}: {answer.error}"
+        if answer.error_type == InvalidRequest.__name__:
+            raise InvalidRequest(message)
         if answer.error_type == WeightsInvalid.__name__:
             raise WeightsInvalid(message, tensor=answer.tensor)
         if answer.error_type == WeightsSourceError.__name__:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine import WeightsSourceError
+from engine import InvalidRequest, WeightsSourceError
 from serve_app.fleet_member import CannotJoin, ControllerCalls, FleetMember
 from serve_app.fleet_weights import FleetWeights
 from serve_app.leased_pauses import LeasedPauses
@@ -99,6 +99,8 @@ class FakeEngine:
         return FakeStaged(self.content, ()).digests
 
     def probe_weights(self, staged: FakeStaged, prompts: list[list[int]]) -> list[list[float]]:
+        if any(token_id < 0 for prompt in prompts for token_id in prompt):
+            raise InvalidRequest("a probe has an id that is not in the vocabulary")
         return [[staged.content["a"]] * (len(prompt) - 1) for prompt in prompts]
 
     def _may(self, verb: str) -> None:

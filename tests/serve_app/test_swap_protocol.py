@@ -336,6 +336,12 @@ def test_a_probe_that_is_not_finite_is_refused(fleet: SimulatedFleet) -> None:
         swapped(fleet, "/nan", probes=Probes([[1, 2]]))
 
 
+def test_a_probe_that_the_model_cannot_read_is_the_callers_mistake(fleet: SimulatedFleet) -> None:
+    with pytest.raises(InvalidRequest, match=r"replica r\d: a probe has an id that is not in the vocabulary"):
+        swapped(fleet, "/1", probes=Probes([[1, -2]]))
+    assert_all_serve(fleet, 1)
+
+
 def test_without_a_replica_the_controller_checks_and_commits(fleet: SimulatedFleet) -> None:
     for name in list(fleet.replicas):
         fleet.kill(name)
