@@ -6,11 +6,14 @@ import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import uvicorn
+from transformers import AutoTokenizer
 
 from engine import ContinuousBatchingManager, FinishReason
+from serve_app.grammar import GrammarCompiler
 from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, ReplicaReport, TokenEvent
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.protocol.errors import WeightVersionUnavailable
@@ -31,8 +34,9 @@ DEADLINE_S = 60.0
 class LocalFleet:
     """One engine, asked as the router asks replicas: closing a stream ends its request."""
 
-    def __init__(self, manager: ContinuousBatchingManager) -> None:
+    def __init__(self, manager: ContinuousBatchingManager, grammars: GrammarCompiler) -> None:
         self.manager = manager
+        self.grammars = grammars
         self.newest_version = 1
         self.state = "ready"
 
@@ -42,7 +46,7 @@ class LocalFleet:
         *,
         asked_at: float | None = None,  # noqa: ARG002  # the interface of a fleet
     ) -> "LocalStream":
-        return LocalStream(self.manager, request)
+        return LocalStream(self.manager, request, self.grammars)
 
     async def end_sequence(self, sequence_id: str) -> None:
         self.manager.cancel_request(sequence_id, alone=True)
@@ -76,8 +80,9 @@ class LocalFleet:
 class LocalStream:
     """The token events of one request."""
 
-    def __init__(self, manager: ContinuousBatchingManager, request: GenerateRequest) -> None:
+    def __init__(self, manager: ContinuousBatchingManager, request: GenerateRequest, grammars: GrammarCompiler) -> None:
         self._manager = manager
+        self._grammars = grammars
         self._request = request
         self._events: AsyncGenerator[TokenEvent, None] | None = None
 
@@ -94,6 +99,8 @@ class LocalStream:
         version = self._manager.weight_version
         if version < (request.min_weight_version or 0):
             raise WeightVersionUnavailable(f"this engine serves weight version {version}")
+        grammar = request.grammar
+        constraint = None if grammar is None else await self._grammars.constraint(grammar)
         stream = TokenStream(request, replica_id="local")
         for sequence_id in stream.sequence_ids:
             self._manager.register_result_handler(sequence_id, stream.deliver)
@@ -106,6 +113,7 @@ class LocalStream:
                 cache_salt=request.cache_salt,
                 hints=request.hints,
                 weight_version=request.weight_version,
+                constraint=constraint,
             )
         except Exception:
             for sequence_id in stream.sequence_ids:
@@ -143,7 +151,12 @@ def local_app(settings: AppSettings) -> Iterator[LocalApp]:
     # One thread: several wait for each other in every layer, which a busy machine makes long.
     replicas = settings.replicas.model_copy(update={"torch_threads": 1})
     manager = start_engine(settings.model_copy(update={"engine": engine, "replicas": replicas}), settings.model)
-    fleet: Any = LocalFleet(manager)
+    grammars = GrammarCompiler(
+        partial(AutoTokenizer.from_pretrained, settings.model),
+        vocab_size=manager.config.vocab_size,
+        end_ids=manager.eos_token_ids,
+    )
+    fleet: Any = LocalFleet(manager, grammars)
     recorder = Recorder(ROUTER_METRICS)
     service = GenerationService(
         settings, tokenizer=Tokenizer.load(settings.model), fleet=fleet, meter=VersionMeter(recorder, fleet)
