@@ -50,7 +50,8 @@ class Generation:
         self._ending: set[asyncio.Task[None]] = set()
         self._first: TokenEvent | None = None
         self._failure: str | None = None
-        self._is_aborted = False
+        self._abort = asyncio.Event()
+        self._reader: asyncio.Task[Any] | None = None
         self.answers = answers
         self.prompt_ids = prompt_ids
         self.latest_event: TokenEvent | None = None
@@ -97,18 +98,32 @@ class Generation:
 
     def abort(self) -> None:
         """Ends the answers with what they have, as cancelled, and the request in the engine."""
-        self._is_aborted = True
+        self._abort.set()
         self._events.close()
+        # A stream that is closed under its reader need not wake it.
+        if self._reader is not None:
+            self._reader.cancel()
 
     async def _read(self) -> TokenEvent:
         """Gives the next event; of an aborted request one that ends what has not ended."""
+        if self._abort.is_set():
+            return self._cancelled()
+        self._reader = reader = asyncio.current_task()
+        assert reader is not None
         try:
             return await anext(self._events)
-        except (PitstopError, StopAsyncIteration, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if not self._is_aborted or (task is not None and task.cancelling()):
+        except asyncio.CancelledError:
+            # Somebody else may have cancelled the reader as well, and then it has to go.
+            if not self._abort.is_set() or reader.uncancel() > 0:
                 raise
-        # Whatever a stream that was closed under its reader says, this is what became of it.
+        except (PitstopError, StopAsyncIteration):
+            if not self._abort.is_set():
+                raise
+        finally:
+            self._reader = None
+        return self._cancelled()
+
+    def _cancelled(self) -> TokenEvent:
         first, *more = [
             TokenEvent("", [], finish_reason=FinishReason.CANCELLED.value, index=index)
             for index, answer in enumerate(self.answers)
