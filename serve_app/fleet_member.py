@@ -76,7 +76,9 @@ class FleetMember:
         report = await self._report()
         committed = await asyncio.wait_for(self._controller.heartbeat(report), ANSWER_TIMEOUT_S)
         await self._follower.settle(committed, seen=seen)
-        self._pauses.hear(committed.pauses, committed.ended_pauses)
+        # Who was held back for a swap and now is behind catches up before it generates; else two versions would.
+        ended = () if self._follower.is_lagging else committed.ended_pauses
+        self._pauses.hear(committed.pauses, ended)
         if self._follower.is_lagging and (self._catching_up is None or self._catching_up.done()):
             self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(committed))
         return committed

@@ -164,6 +164,7 @@ class FleetMachine(RuleBasedStateMachine):
     def nobody_generates_what_was_never_committed(self) -> None:
         if hasattr(self, "fleet"):
             self.fleet.look()
+            assert self.fleet.violations == []
             for replica in self.fleet.replicas.values():
                 assert replica.engine.content == self.fleet.contents[replica.engine.weight_version]
 
@@ -188,6 +189,7 @@ class FleetMachine(RuleBasedStateMachine):
             fleet.start_controller()
         fleet.pass_time(QUIET_S)
         assert fleet.weights is not None
+        assert fleet.violations == []
         status = fleet.loop.run(fleet.weights.status())
         assert status.swap_in_progress is None
         assert status.pauses == []

@@ -27,6 +27,7 @@ def fleet(tmp_path: Path) -> Iterator[SimulatedFleet]:
     assert len(fleet.generating()) == 3
     yield fleet
     loop.end()
+    assert fleet.violations == []
     asyncio.set_event_loop(None)
 
 
