@@ -154,6 +154,8 @@ class Clocks:
         """While inside, every part of the engine that runs `model` is clocked."""
         import engine.model_runner
         from engine.attention.cpu import CpuKernel
+        from engine.attention.interface import StepAttention
+        from engine.fused_decoder import FusedLayer
         from engine.kv_cache import KVCache
         from engine.loop import GenerationLoop
         from engine.packed_weights import PackedWeights
@@ -162,14 +164,17 @@ class Clocks:
         with ExitStack() as stack:
             stack.enter_context(self._around_module(model, MODEL))
             stack.enter_context(self._around_module(model.get_output_embeddings(), VOCABULARY))
-            fused = _multiplied_together(model)
+            fused = _multiplied_together(model) | _computed_at_once(model)
             for layer in _linear_layers(model):
                 if id(layer) not in fused:
                     stack.enter_context(self._around_module(layer, LAYERS))
             stack.enter_context(self._around(PackedWeights, "gated", LAYERS))
+            stack.enter_context(self._around(FusedLayer, "begin", LAYERS))
+            stack.enter_context(self._around(FusedLayer, "finish", LAYERS))
             stack.enter_context(self._around(GenerationLoop, "_step", STEP))
             stack.enter_context(self._around(engine.model_runner, "build_batch", BATCH))
-            stack.enter_context(self._around(engine.model_runner, "run_attention", ATTENTION, is_maker=True))
+            stack.enter_context(self._around(StepAttention, "__call__", ATTENTION))
+            stack.enter_context(self._around(CpuKernel, "attend_stored", ATTENTION))
             stack.enter_context(self._around(KVCache, "read", CACHE_READ))
             stack.enter_context(self._around(KVCache, "write", CACHE_WRITE))
             stack.enter_context(self._around(CpuKernel, "_store", CACHE_WRITE))
@@ -177,14 +182,10 @@ class Clocks:
             yield
 
     @contextmanager
-    def _around(self, owner: Any, name: str, kind: str, *, is_maker: bool = False) -> Iterator[None]:
-        """Clocks `owner.name`, or, of a maker, the function that it gives."""
+    def _around(self, owner: Any, name: str, kind: str) -> Iterator[None]:
+        """Clocks `owner.name`."""
         original = getattr(owner, name)
-
-        def make(*arguments: Any, **keywords: Any) -> Any:
-            return self._clocked(kind, original(*arguments, **keywords))
-
-        setattr(owner, name, make if is_maker else self._clocked(kind, original))
+        setattr(owner, name, self._clocked(kind, original))
         try:
             yield
         finally:
@@ -242,6 +243,21 @@ def _multiplied_together(model: Any) -> set[int]:
         for name in ("gate_proj", "up_proj")
         if hasattr(module, "gate_proj") and hasattr(module, "up_proj")
     }
+
+
+def _computed_at_once(model: Any) -> set[int]:
+    """The linear modules of layers that are computed whole: a clock on one of them would have its layer fall back."""
+    from torch import nn
+
+    from engine.fused_decoder import fuse_decoder_layers
+    from engine.packed_weights import PackedWeights
+    from engine.products import find_products
+
+    products = find_products()
+    if products is None:
+        return set()
+    layers = [layer for layer, _ in fuse_decoder_layers(model, PackedWeights(model, products))]
+    return {id(module) for layer in layers for module in layer.modules() if isinstance(module, nn.Linear)}
 
 
 def _seconds(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> float:

@@ -22,14 +22,21 @@ def normalize(
     rows_ND: np.ndarray, weight_D: np.ndarray, offset: np.float32, epsilon: np.float32, out_ND: np.ndarray
 ) -> None:
     """Writes rows over their root mean square, times offset plus weight (Zhang and Sennrich 2019)."""
-    width = rows_ND.shape[1]
     for n in prange(len(rows_ND)):
-        total = np.float32(0)
-        for d in range(width):
-            total += rows_ND[n, d] * rows_ND[n, d]
-        factor = np.float32(1) / np.sqrt(total / np.float32(width) + epsilon)
-        for d in range(width):
-            out_ND[n, d] = rows_ND[n, d] * factor * (offset + weight_D[d])
+        normalize_row(rows_ND[n], weight_D, offset, epsilon, out_ND[n])
+
+
+@compiled()
+def normalize_row(
+    row_D: np.ndarray, weight_D: np.ndarray, offset: np.float32, epsilon: np.float32, out_D: np.ndarray
+) -> None:
+    """Does that for one row."""
+    total = np.float32(0)
+    for d in range(len(row_D)):
+        total += row_D[d] * row_D[d]
+    factor = np.float32(1) / np.sqrt(total / np.float32(len(row_D)) + epsilon)
+    for d in range(len(row_D)):
+        out_D[d] = row_D[d] * factor * (offset + weight_D[d])
 
 
 @compiled(nogil=True, parallel=True)

@@ -49,20 +49,20 @@ def fuse_layers(model: PreTrainedModel, packed: PackedWeights | None = None) -> 
             if has_own_forward(module):
                 continue
             # The layers of a model are alike, so one of each kind is tried.
-            likeness = _likeness(module)
-            if likeness not in makers:
-                makers[likeness] = _maker(module, kernels, packed)
-            maker = makers[likeness]
+            kind = likeness(module)
+            if kind not in makers:
+                makers[kind] = _maker(module, kernels, packed)
+            maker = makers[kind]
             if maker is not None:
                 stand_ins.append((module, maker(module)))
     return stand_ins
 
 
-def _likeness(module: nn.Module) -> object:
+def likeness(module: nn.Module) -> object:
     """Gives what modules that compute the same have in common, weights apart."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
     shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters(recurse=False))
-    children = tuple((name, _likeness(child)) for name, child in module.named_children())
+    children = tuple((name, likeness(child)) for name, child in module.named_children())
     # The number of a layer is no setting.
     return type(module), tuple(sorted((settings | {"layer_idx": None}).items())), shapes, children
 
@@ -79,18 +79,22 @@ def _maker(module: nn.Module, kernels: Kernels, packed: PackedWeights | None) ->
 
 
 def _norm(module: Any, kernels: Kernels) -> Maker | None:
+    found = norm_numbers(module, kernels)
+    if found is None:
+        return None
+
+    def normalize(its: Any, rows: Tensor) -> Tensor:
+        return _normalized(rows, its.weight, found, kernels)
+
+    return partial(partial, normalize)
+
+
+def norm_numbers(module: Any, kernels: Kernels) -> tuple[np.float32, np.float32] | None:
+    """Gives what a norm by the root mean square adds to its weight, and its epsilon; None for another module."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(epsilon, float):
         return None
-
-    def normalize(rows: Tensor, weight_D: Tensor, offset: float) -> Tensor:
-        rows = rows.contiguous()
-        out = torch.empty_like(rows)
-        numbers = np.float32(offset), np.float32(epsilon)
-        kernels.normalize(_matrix(rows), weight_D.detach().numpy(), *numbers, _matrix(out))
-        return out
-
     # Tried with random weights: those of today may hide a difference.
     trial_D = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
 
@@ -101,13 +105,17 @@ def _norm(module: Any, kernels: Kernels) -> Maker | None:
     if not _takes_rows_alone(module):
         return None
     for offset in (0.0, 1.0):  # some families store what is to be added to one
-        if _agree(own, partial(normalize, weight_D=trial_D, offset=offset), len(weight)):
-            return partial(_with_weight_of, partial(normalize, offset=offset))
+        numbers = np.float32(offset), np.float32(epsilon)
+        if _agree(own, partial(_normalized, weight_D=trial_D, numbers=numbers, kernels=kernels), len(weight)):
+            return numbers
     return None
 
 
-def _with_weight_of(normalize: Callable[..., Tensor], module: Any) -> Callable[[Tensor], Tensor]:
-    return lambda rows: normalize(rows, weight_D=module.weight)
+def _normalized(rows: Tensor, weight_D: Tensor, numbers: tuple[np.float32, np.float32], kernels: Kernels) -> Tensor:
+    rows = rows.contiguous()
+    out = torch.empty_like(rows)
+    kernels.normalize(_matrix(rows), weight_D.detach().numpy(), *numbers, _matrix(out))
+    return out
 
 
 def _gated(module: Any, kernels: Kernels, packed: PackedWeights | None) -> Maker | None:
@@ -181,7 +189,7 @@ def _takes_rows_alone(module: nn.Module) -> bool:
 def _agree(own: Callable[[Tensor], Tensor], other: Callable[[Tensor], Tensor], width: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     trials = (torch.randn(1, 3, width, generator=generator) * scale for scale in PROBE_SCALES)
-    return all(_is_close(own(rows), other(rows)) for rows in trials)
+    return all(is_close(own(rows), other(rows)) for rows in trials)
 
 
 def _rotations_agree(original: Callable[..., Any], rotate: Callable[..., Any]) -> bool:
@@ -193,12 +201,13 @@ def _rotations_agree(original: Callable[..., Any], rotate: Callable[..., Any]) -
     turns = angle_1T1D[:, :, 0].cos(), angle_1T1D[:, :, 0].sin()
     arguments = query_1TAD.transpose(1, 2), key_1TAD.transpose(1, 2), *turns
     try:
-        return all(map(_is_close, original(*arguments), rotate(*arguments)))
+        return all(map(is_close, original(*arguments), rotate(*arguments)))
     except (RuntimeError, TypeError, ValueError):  # it takes other shapes
         return False
 
 
-def _is_close(wanted: Tensor, found: Tensor) -> bool:
+def is_close(wanted: Tensor, found: Tensor) -> bool:
+    """Whether both are the same but for the order of their sums."""
     if wanted.shape != found.shape or wanted.dtype != found.dtype:
         return False
     return bool((wanted - found).abs().max() <= TOLERANCE * wanted.abs().max())

@@ -32,20 +32,11 @@ def multiply(
     rows_MK: np.ndarray, panels_PKL: np.ndarray, bias_N: np.ndarray, out_MN: np.ndarray, num_threads: int
 ) -> None:
     """Writes the product plus the bias; a bias of no length is none."""
-    num_panels, (num_rows, num_columns) = len(panels_PKL), out_MN.shape
-    out = out_MN.reshape(-1)
+    num_panels = len(panels_PKL)
     num_parts = min(num_panels, num_threads)
     for part in prange(num_parts):
         for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
-            column = p * PANEL
-            if column + PANEL <= num_columns:
-                _fill(out, column, num_columns, num_rows, bias_N[column : column + PANEL])
-                _add_panel(rows_MK, panels_PKL, p, out, column, num_columns)
-            else:
-                whole = np.empty((num_rows, PANEL), np.float32)
-                _fill(whole.reshape(-1), 0, PANEL, num_rows, bias_N[column:])
-                _add_panel(rows_MK, panels_PKL, p, whole.reshape(-1), 0, PANEL)
-                out_MN[:, column:] = whole[:, : num_columns - column]
+            multiply_panel(rows_MK, panels_PKL, p, bias_N, out_MN)
 
 
 @compiled(nogil=True, parallel=True)
@@ -53,23 +44,46 @@ def multiply_gated(
     rows_MK: np.ndarray, gate_PKL: np.ndarray, up_PKL: np.ndarray, out_MN: np.ndarray, num_threads: int
 ) -> None:
     """Writes x / (1 + e^-x) of the product with the gate, times the product with `up`."""
-    num_panels, (num_rows, num_columns) = len(gate_PKL), out_MN.shape
+    num_panels = len(gate_PKL)
     num_parts = min(num_panels, num_threads)
     for part in prange(num_parts):
-        gate_ML, up_ML = np.empty((num_rows, PANEL), np.float32), np.empty((num_rows, PANEL), np.float32)
+        pair_2ML = np.empty((2, len(rows_MK), PANEL), np.float32)
         for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
-            gate_ML[:] = np.float32(0)
-            up_ML[:] = np.float32(0)
-            _add_panel(rows_MK, gate_PKL, p, gate_ML.reshape(-1), 0, PANEL)
-            _add_panel(rows_MK, up_PKL, p, up_ML.reshape(-1), 0, PANEL)
-            column = p * PANEL
-            for m in range(num_rows):
-                for n in range(min(PANEL, num_columns - column)):
-                    x = gate_ML[m, n]
-                    # e to a negative number alone, so that nothing overflows: 1 / (1 + e^-x) is e^x / (1 + e^x).
-                    e = exponential(-abs(x))
-                    share = (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
-                    out_MN[m, column + n] = x * share * up_ML[m, n]
+            gate_panel(rows_MK, gate_PKL, up_PKL, p, pair_2ML, out_MN)
+
+
+@compiled()
+def multiply_panel(rows_MK: np.ndarray, panels_PKL: np.ndarray, p: int, bias_N: np.ndarray, out_MN: np.ndarray) -> None:
+    """Writes the columns of one panel."""
+    num_rows, num_columns = out_MN.shape
+    column = p * PANEL
+    is_whole = column + PANEL <= num_columns
+    out = out_MN.reshape(-1) if is_whole else np.empty(num_rows * PANEL, np.float32)
+    at, step = (column, num_columns) if is_whole else (0, PANEL)
+    _fill(out, at, step, num_rows, bias_N[column : column + PANEL])
+    # In one place: each is compiled anew, tile by tile.
+    add_panel(rows_MK, panels_PKL, p, out, at, step)
+    if not is_whole:
+        out_MN[:, column:] = out.reshape(num_rows, PANEL)[:, : num_columns - column]
+
+
+@compiled()
+def gate_panel(
+    rows_MK: np.ndarray, gate_PKL: np.ndarray, up_PKL: np.ndarray, p: int, pair_2ML: np.ndarray, out_MN: np.ndarray
+) -> None:
+    """Writes the gated columns of one panel; pair_2ML is room to work in."""
+    num_rows, num_columns = out_MN.shape
+    gate_ML, up_ML, column = pair_2ML[0], pair_2ML[1], p * PANEL
+    pair_2ML[:] = np.float32(0)
+    for i, panels_PKL in enumerate((gate_PKL, up_PKL)):
+        add_panel(rows_MK, panels_PKL, p, pair_2ML[i].reshape(-1), 0, PANEL)
+    for m in range(num_rows):
+        for n in range(min(PANEL, num_columns - column)):
+            x = gate_ML[m, n]
+            # e to a negative number alone, so that nothing overflows: 1 / (1 + e^-x) is e^x / (1 + e^x).
+            e = exponential(-abs(x))
+            share = (np.float32(1) if x >= 0 else e) / (np.float32(1) + e)
+            out_MN[m, column + n] = x * share * up_ML[m, n]
 
 
 @compiled()
@@ -82,7 +96,8 @@ def _fill(out: np.ndarray, at: int, step: int, num_rows: int, bias_L: np.ndarray
 
 
 @compiled()
-def _add_panel(rows_MK: np.ndarray, panels_PKL: np.ndarray, p: int, out: np.ndarray, at: int, step: int) -> None:
+def add_panel(rows_MK: np.ndarray, panels_PKL: np.ndarray, p: int, out: np.ndarray, at: int, step: int) -> None:
+    """Adds the product with one panel to a tile of a flat array: it begins `at`, its rows are `step` apart."""
     num_rows, width = rows_MK.shape
     rows, panels = rows_MK.reshape(-1), panels_PKL.reshape(-1)
     num_tiles, num_depths = (num_rows + HEIGHT - 1) // HEIGHT, (width + DEPTH - 1) // DEPTH

@@ -22,6 +22,7 @@ from engine.batch import Batch, build_batch
 from engine.compilation import CompiledForward, CompileOptions
 from engine.config import ResolvedConfig
 from engine.errors import EngineDead, UnsupportedModel
+from engine.fused_decoder import fuse_decoder_layers
 from engine.fused_layers import fuse_layers
 from engine.graphs import GraphMaker, StepGraphs
 from engine.kv_cache import KVCache, LayerShape
@@ -29,7 +30,7 @@ from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, StepHandle, StepPlan
 from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler, score_prompts
-from engine.stand_ins import in_use
+from engine.stand_ins import StandIn, in_use
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +66,7 @@ class ModelRunner:
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         # The compiler would have to compile them anew in each step, and fuses by itself.
-        self._stand_ins = (
-            fuse_layers(model, packed) + (packed.stand_ins() if packed is not None else []) if compiling is None else []
-        )
+        self._stand_ins = stand_ins_for(model, packed) if compiling is None else []
         self._kernel = find_cpu_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
@@ -205,6 +204,13 @@ class ModelRunner:
         )
         logits_LV: Tensor = output.logits[0]
         return logits_LV if self._takes_rows else logits_LV[wanted_L]
+
+
+def stand_ins_for(model: PreTrainedModel, packed: PackedWeights | None) -> list[StandIn]:
+    """Gives what the modules of a model on a CPU are to compute with; where a whole layer cannot, its parts do."""
+    if packed is None:
+        return fuse_layers(model)
+    return fuse_layers(model, packed) + packed.stand_ins() + fuse_decoder_layers(model, packed)
 
 
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:

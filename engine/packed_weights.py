@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from engine.errors import InvalidRequest
-from engine.products import Products, find_products
+from engine.products import PanelProducts, Products, find_products
 from engine.stand_ins import StandIn, has_own_forward
 
 FREE_SHARE = 0.25
@@ -35,18 +35,20 @@ class _Packed:
 
 
 class PackedWeights:
-    """The linear layers of one model and their packed weights.
+    """The linear layers of one model, or of a part of it, and their packed weights.
 
     A copy is found by the address of the weight it was made of: a layer that has been given another tensor computes
     with that, plainly, until `refresh`. Only values changed in place need to be told, by `refresh(all_of_them=True)`.
     """
 
-    def __init__(self, model: PreTrainedModel, products: Products) -> None:
+    def __init__(self, model: nn.Module, products: Products) -> None:
         """Packs nothing yet: `refresh` does."""
         self._products = products
         self._layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
         self._ids = set(map(id, self._layers))
         self._packed: dict[int, _Packed] = {}
+        self._made: tuple[dict[int, _Packed], dict[object, Any]] = ({}, {})
+        """What is made of copies, and of which."""
         self._lock = threading.Lock()
         """Held while `_packed` is exchanged for another: it is read without."""
 
@@ -70,14 +72,14 @@ class PackedWeights:
                 address = layer.weight.data_ptr()
                 if address not in packed:
                     packed[address] = known.get(address) or self._pack(layer.weight)
-            self._packed = packed
+            self._packed, self._made = packed, ({}, {})
         logger.debug("weights packed layers=%d took_s=%.3f", len(self._layers), perf_counter() - started)
         return before
 
     def forget(self) -> None:
         """Drops all copies at once, so that memory holds one set while they are made anew."""
         with self._lock:
-            self._packed = {}
+            self._packed, self._made = {}, ({}, {})
 
     def prepare(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Packs tensors that are about to stand in for weights; pairs of the weight held and the new one.
@@ -100,6 +102,30 @@ class PackedWeights:
         if both[0] is None or both[1] is None:
             return None
         return self._products.multiply_gated(rows, both[0].weight, both[1].weight, len(both[0].source))
+
+    def panels_of(self, weight: Tensor) -> Any | None:
+        """Gives the copy of a weight as `PanelProducts` made it, where there is one."""
+        found = self._packed.get(weight.data_ptr())
+        return None if found is None or not self.in_panels else found.weight
+
+    def made_of_them(self) -> dict[object, Any]:
+        """Gives room for what the generation thread makes of copies: it is empty again when any of them changes.
+
+        So nobody else need hold a copy, which would outlive its weight.
+        """
+        packed = self._packed
+        if self._made[0] is not packed:
+            self._made = packed, {}
+        return self._made[1]
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether copies are those of `PanelProducts`."""
+        return isinstance(self._products, PanelProducts)
+
+    def knows(self, layer: nn.Module) -> bool:
+        """Whether a layer is one of those that are packed: a linear one that computes what torch's does."""
+        return id(layer) in self._ids
 
     def _bare(self, layer: Any) -> _Packed | None:
         """The copy of a layer that is its weight and nothing else, and that nobody listens to."""

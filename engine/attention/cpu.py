@@ -38,29 +38,52 @@ class CpuKernel:
         keys_HNCD, values_HNCD = view.cache.chunks(rules.layer)
         cache_HNCD = keys_HNCD.numpy(), values_HNCD.numpy()
         self._store(view, key_HTD, value_HTD, cache_HNCD)
-        if view.spans is None:
-            view.spans = cut_spans(view, self._compiled.MAX_SPAN)
         query_TAD = query_HGTD.permute(2, 0, 1, 3).flatten(1, 2).contiguous()
         num_tokens, num_heads = query_TAD.shape[:2]
-        sinks_A = np.full(num_heads, -np.inf, dtype=np.float32) if rules.sinks is None else rules.sinks.float().numpy()
+        sinks_A = no_sinks(num_heads) if rules.sinks is None else rules.sinks.float().numpy()
         out_TAV = query_TAD.new_empty(num_tokens, num_heads, value_HTD.shape[-1])
-        self._compiled.attend_spans(
-            query_TAD.numpy(),
-            cache_HNCD,
-            view.spans.places_J,
-            view.spans.chunk_ids,
-            sinks_A,
-            (np.float32(rules.scale), np.float32(rules.softcap or 0), view.window or SEES_ALL),
-            out_TAV.numpy(),
-            torch.get_num_threads(),
-        )
+        numbers = np.float32(rules.scale), np.float32(rules.softcap or 0), view.window or SEES_ALL
+        self._attend(view, query_TAD.numpy(), cache_HNCD, sinks_A, numbers, out_TAV.numpy())
         return out_TAV
+
+    def attend_stored(
+        self,
+        view: LayerView,
+        query_TAD: np.ndarray,
+        cache_HNCD: tuple[np.ndarray, np.ndarray],
+        scale: float,
+        out_TAV: np.ndarray,
+    ) -> None:
+        """Writes the attention output of tokens whose keys and values are in the cache already."""
+        numbers = np.float32(scale), np.float32(0), view.window or SEES_ALL
+        self._attend(view, query_TAD, cache_HNCD, no_sinks(query_TAD.shape[1]), numbers, out_TAV)
+
+    def _attend(
+        self,
+        view: LayerView,
+        query_TAD: np.ndarray,
+        cache_HNCD: tuple[np.ndarray, np.ndarray],
+        sinks_A: np.ndarray,
+        numbers: tuple[np.float32, np.float32, int],
+        out_TAV: np.ndarray,
+    ) -> None:
+        if view.spans is None:
+            view.spans = cut_spans(view, self._compiled.MAX_SPAN)
+        places_J, chunk_ids = view.spans.places_J, view.spans.chunk_ids
+        num_threads = torch.get_num_threads()
+        self._compiled.attend_spans(query_TAD, cache_HNCD, places_J, chunk_ids, sinks_A, numbers, out_TAV, num_threads)
 
     def _store(
         self, view: LayerView, key_HTD: Tensor, value_HTD: Tensor, cache_HNCD: tuple[np.ndarray, np.ndarray]
     ) -> None:
         rows_THD = [new_HTD.transpose(0, 1).contiguous().numpy() for new_HTD in (key_HTD, value_HTD)]
         self._compiled.store_rows(*rows_THD, view.slots_T.numpy(), cache_HNCD)
+
+
+@cache
+def no_sinks(num_heads: int) -> np.ndarray:
+    """Gives a logit for each head that takes no weight."""
+    return np.full(num_heads, -np.inf, dtype=np.float32)
 
 
 def cut_spans(view: LayerView, max_tokens: int) -> Spans:

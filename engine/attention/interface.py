@@ -6,6 +6,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -61,12 +62,15 @@ def use_step(configs: list[Any]) -> Iterator[None]:
             config._attn_implementation = implementation
 
 
-def run_attention(
-    step: AttentionStep[LayerView] | AttentionStep[FlashView], kernel: CpuKernel | None = None
-) -> StepFunction:
-    """Gives the step function that reads and writes the paged cache; kernel: the CPU's, None takes torch's."""
+@dataclass(frozen=True, slots=True)
+class StepAttention:
+    """A step function; who computes a whole layer at once takes the step itself."""
 
-    def call(
+    step: AttentionStep[LayerView] | AttentionStep[FlashView]
+    kernel: CpuKernel | None
+
+    def __call__(
+        self,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -81,14 +85,19 @@ def run_attention(
             softcap=rules["softcap"],
             sinks=rules["s_aux"],
         )
-        view = step.view(layer_rules.layer)
+        view = self.step.view(layer_rules.layer)
         if isinstance(view, FlashView):
             return flash.attend(view, query_HGTD, key[0], value[0], layer_rules)
-        if kernel is not None:
-            return kernel.attend(view, query_HGTD, key[0], value[0], layer_rules)
+        if self.kernel is not None:
+            return self.kernel.attend(view, query_HGTD, key[0], value[0], layer_rules)
         return sdpa.attend(view, query_HGTD, key[0], value[0], layer_rules)
 
-    return call
+
+def run_attention(
+    step: AttentionStep[LayerView] | AttentionStep[FlashView], kernel: CpuKernel | None = None
+) -> StepAttention:
+    """Gives the step function that reads and writes the paged cache; kernel: the CPU's, None takes torch's."""
+    return StepAttention(step, kernel)
 
 
 def no_attention(
