@@ -9,20 +9,17 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from engine import SamplingParams, WeightVersionGone
 from serve_app.client import Completion, Pitstop, connect
 from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.settings import AppSettings, parse_settings
 from tests.serve_app.running_app import APP_NAME, eventually, http_client, running_app
-from tests.serve_app.tiny_model import make_model_folder
+from tests.serve_app.tiny_model import make_folder_that_draws
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +34,7 @@ REFUSED = "refused"
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("weights")
-    return [_folder_that_draws(token, root / str(token)) for token in TOKENS]
+    return [make_folder_that_draws(token, root / str(token)) for token in TOKENS]
 
 
 @pytest.fixture(scope="module")
@@ -168,15 +165,3 @@ def _read(chunks: list[dict[str, Any]]) -> tuple[list[int], list[tuple[int, int,
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     spans = [(span["version"], span["start"], span["end"]) for span in choices[-1]["weight_versions"]]
     return [token for choice in choices for token in choice["token_ids"]], spans, choices[-1]["finish_reason"]
-
-
-def _folder_that_draws(token: int, path: Path) -> str:
-    """Writes a model whose every score comes from one constant vector, and is highest for this token."""
-    folder = make_model_folder(path)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        for name, weights in model.named_parameters():
-            weights.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
-        model.lm_head.weight[token] = 1.0
-    model.save_pretrained(folder)
-    return folder

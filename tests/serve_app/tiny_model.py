@@ -44,6 +44,18 @@ def make_model_folder(path: Path, *, seed: int = 0, hidden_size: int = 64, max_p
     return str(path)
 
 
+def make_folder_that_draws(token: int, path: Path) -> str:
+    """Writes a model that always draws this token: its scores come from one constant vector, so no cache matters."""
+    folder = make_model_folder(path)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            weights.fill_(1.0 if "norm" in name or "embed" in name else 0.0)
+        model.lm_head.weight[token] = 1.0
+    model.save_pretrained(folder)
+    return folder
+
+
 def changed_weights(source: str, path: Path, *, change: str) -> str:
     """Writes a copy of the weights of `source` with one fault in a tensor: missing, extra, misshapen or non-finite."""
     tensors = load_file(Path(source) / WEIGHTS_FILE)
