@@ -6,13 +6,14 @@ import socket
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from engine import PitstopError, QueueFull, SamplingParams, WorkloadHints
 from serve_app.client.completion import Completion, join_events
+from serve_app.client.options import SwapHow, SwapKeywords
 from serve_app.client.swap import Swap, TensorObject
 from serve_app.client.transport import GROUP_TIMEOUT_S, group_options
 from serve_app.controller import CONTROLLER_DEPLOYMENT
@@ -138,41 +139,27 @@ class Pitstop:
     def swap(
         self,
         *,
-        in_flight: str = "keep",
-        strategy: str = "synchronous",
-        partial: bool = False,
-        cast: bool = False,
-        label: str = "",
-        idempotency_key: str | None = None,
-        wait_s: float = 0.0,
         lease_s: float = LEASE_S,
         transport: str = "object_store",
         backend: str | None = None,
         group_timeout_s: float = GROUP_TIMEOUT_S,
+        **options: Unpack[SwapKeywords],
     ) -> Swap:
         """Gives a swap session: `async with pitstop.swap() as swap: await swap.put(named_tensors)`.
 
         Leaving it brings what was put to every replica, or raises with the old weights serving; by an exception it is
-        aborted. strategy: "synchronous" or "rolling". partial: what is not put keeps its value, and
-        `swap.result.unchanged` names it. wait_s: how long to wait at its end for another swap that is under way.
+        aborted. options: those of `SwapRequest`. With `partial`, what is not put keeps its value, and
+        `swap.result.unchanged` names it.
         lease_s: how long after the death of this process the session is dropped.
         transport: "object_store" is Ray's; "torch_distributed" broadcasts over a process group of its own, of this
         process and a receiver beside the controller, with the backend "gloo" (the default) or "nccl".
         group_timeout_s: how long one side of it waits for the other.
         """
         session_id = uuid.uuid4().hex
-        request = SwapRequest(
-            WeightSource(),
-            partial=partial,
-            strategy=strategy,
-            cast=cast,
-            label=label,
-            in_flight=in_flight,
-            wait_s=wait_s,
-            # So that the outcome can be asked for where the answer is lost.
-            idempotency_key=idempotency_key or session_id,
-            requested_by=f"Python client, process {os.getpid()} on {socket.gethostname()}",
-        )
+        # So that the outcome can be asked for where the answer is lost.
+        options["idempotency_key"] = options.get("idempotency_key") or session_id
+        requester = f"Python client, process {os.getpid()} on {socket.gethostname()}"
+        request = SwapRequest(WeightSource(), requested_by=requester, **options)
         if self._controller is None:
             # Once, as every handle makes connections of its own.
             self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, self._handle.app_name)
@@ -181,16 +168,8 @@ class Pitstop:
             self._controller, SessionRequest(session_id, request, lease_s), timeout_s=self._timeout_s, group=group
         )
 
-    async def swap_weights(
-        self,
-        source: str | TensorObject,
-        *,
-        in_flight: str = "keep",
-        cast: bool = False,
-        label: str = "",
-        idempotency_key: str | None = None,
-    ) -> SwapResult:
-        """Replaces the weights of the whole fleet by those of a source.
+    async def swap_weights(self, source: str | TensorObject, **options: Unpack[SwapKeywords]) -> SwapResult:
+        """Replaces the weights of the whole fleet by those of a source; options are those of `SwapRequest`.
 
         That is a folder that every replica can read; or a state dict, as such, as a reference in Ray's object store
         (`ray.put`), or as a list of references to its parts, of which one at a time is in memory.
@@ -198,9 +177,8 @@ class Pitstop:
         the idempotency_key of a swap that was committed, it gives that one's result and changes nothing.
         """
         if isinstance(source, str):
-            response = self._handle.swap_weights.remote(source, in_flight, cast, label, idempotency_key)
-            return await call(response, timeout_s=self._timeout_s, whom="the router")
-        async with self.swap(in_flight=in_flight, cast=cast, label=label, idempotency_key=idempotency_key) as swap:
+            return await self.submit_swap(SwapRequest(WeightSource(source), **options))
+        async with self.swap(**options) as swap:
             await swap.put_objects(source)
         return swap.result
 
@@ -219,16 +197,13 @@ class Pitstop:
                 )
             await asyncio.sleep(STATUS_INTERVAL_S)
 
-    async def rollback(
-        self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None
-    ) -> SwapResult:
+    async def rollback(self, version: int | None = None, **options: Unpack[SwapHow]) -> SwapResult:
         """Brings an earlier version's weights back under a new number; by default those before the committed ones.
 
-        Raises VersionUnavailable where the history does not hold the version or its folder is gone. Without a version,
-        a second rollback goes back to what the first one left.
+        options are those of `SwapOptions`. Raises VersionUnavailable where the history does not hold the version or its
+        folder is gone. Without a version, a second rollback goes back to what the first one left.
         """
-        response = self._handle.rollback.remote(version, in_flight, idempotency_key)
-        return await call(response, timeout_s=self._timeout_s, whom="the router")
+        return await self.submit_swap(RollbackRequest(version=version, **options))
 
     async def submit_swap(self, request: SwapRequest | RollbackRequest) -> SwapResult:
         """Carries out a swap or a rollback with any of its options; raises as `swap_weights` and `rollback` do."""

@@ -4,10 +4,11 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 from engine import PitstopError, SamplingParams, WorkloadHints
 from serve_app.client.completion import Completion
+from serve_app.client.options import SwapHow, SwapKeywords
 from serve_app.client.pitstop import LEASE_S, MAX_CONCURRENT, Pitstop
 from serve_app.client.swap import SyncSwap, TensorObject
 from serve_app.client.transport import GROUP_TIMEOUT_S
@@ -80,55 +81,26 @@ class SyncPitstop:
     def swap(
         self,
         *,
-        in_flight: str = "keep",
-        strategy: str = "synchronous",
-        partial: bool = False,
-        cast: bool = False,
-        label: str = "",
-        idempotency_key: str | None = None,
-        wait_s: float = 0.0,
         lease_s: float = LEASE_S,
         transport: str = "object_store",
         backend: str | None = None,
         group_timeout_s: float = GROUP_TIMEOUT_S,
+        **options: Unpack[SwapKeywords],
     ) -> SyncSwap:
         """Gives a swap session as `Pitstop.swap` does: `with pitstop.swap() as swap: swap.put(named_tensors)`."""
         swap = self._pitstop.swap(
-            in_flight=in_flight,
-            strategy=strategy,
-            partial=partial,
-            cast=cast,
-            label=label,
-            idempotency_key=idempotency_key,
-            wait_s=wait_s,
-            lease_s=lease_s,
-            transport=transport,
-            backend=backend,
-            group_timeout_s=group_timeout_s,
+            lease_s=lease_s, transport=transport, backend=backend, group_timeout_s=group_timeout_s, **options
         )
         return SyncSwap(swap, self._wait)
 
-    def swap_weights(
-        self,
-        source: str | TensorObject,
-        *,
-        in_flight: str = "keep",
-        cast: bool = False,
-        label: str = "",
-        idempotency_key: str | None = None,
-    ) -> SwapResult:
-        swap = self._pitstop.swap_weights(
-            source, in_flight=in_flight, cast=cast, label=label, idempotency_key=idempotency_key
-        )
-        return self._wait(swap)
+    def swap_weights(self, source: str | TensorObject, **options: Unpack[SwapKeywords]) -> SwapResult:
+        return self._wait(self._pitstop.swap_weights(source, **options))
 
     def wait_for_version(self, version: int, *, timeout_s: float = 60.0) -> FleetStatus:
         return self._wait(self._pitstop.wait_for_version(version, timeout_s=timeout_s))
 
-    def rollback(
-        self, version: int | None = None, *, in_flight: str = "keep", idempotency_key: str | None = None
-    ) -> SwapResult:
-        return self._wait(self._pitstop.rollback(version, in_flight=in_flight, idempotency_key=idempotency_key))
+    def rollback(self, version: int | None = None, **options: Unpack[SwapHow]) -> SwapResult:
+        return self._wait(self._pitstop.rollback(version, **options))
 
     def submit_swap(self, request: SwapRequest | RollbackRequest) -> SwapResult:
         return self._wait(self._pitstop.submit_swap(request))
