@@ -7,6 +7,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,8 @@ import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from engine import InvalidRequest, SamplingParams, WeightsInvalid
@@ -420,6 +423,44 @@ async def test_a_swap_reaches_both_replicas(http: httpx.AsyncClient, folders: di
     assert all(found == expected_tokens(folders["second"]) for found in tokens)
 
 
+async def test_a_rolling_swap_is_read_back_and_a_part_names_what_it_left(
+    http: httpx.AsyncClient, folders: dict[str, str], tmp_path: Path
+) -> None:
+    await eventually(lambda: has_replicas(http, 2), until=bool)
+    whole = await swap(http, folders["second"], strategy="rolling", verify=True, in_flight="finish")
+    assert whole.status_code == 200, whole.text
+    assert whole.json()["verified"] == whole.json()["replicas"]
+    assert len(whole.json()["verified"]) == 2
+    name = "lm_head.weight"
+    with safe_open(Path(folders["third"]) / "model.safetensors", framework="pt") as stored:
+        save_file({name: stored.get_tensor(name)}, tmp_path / "model.safetensors")
+    part = (await swap(http, str(tmp_path), partial=True)).json()
+    assert name not in part["unchanged"]
+    assert "model.embed_tokens.weight" in part["unchanged"]
+    assert part["digest"] != whole.json()["digest"]
+
+
+async def test_a_leased_pause_holds_requests_back_until_it_ends(http: httpx.AsyncClient) -> None:
+    lease = (await http.post("/admin/pause", json={"lease_s": 60.0})).json()
+    assert len(lease["replicas"]) == 2
+    answer = asyncio.get_running_loop().create_task(complete(http))
+    shown = await fleet(http)
+    assert [pause["lease_id"] for pause in shown["pauses"]] == [lease["lease_id"]]
+    paused = await eventually(lambda: fleet(http), until=lambda one: states(one) == {"paused"})
+    assert paused["pauses"]
+    renewed = await http.post(f"/admin/pause/{lease['lease_id']}/renew", json={"lease_s": 50.0})
+    assert renewed.json()["lease_s"] == 50.0
+    assert not answer.done()
+    assert (await http.post("/admin/resume", json={})).json() == {"ended": [lease["lease_id"]]}
+    assert (await answer)["choices"][0]["token_ids"]
+    again = await http.post(f"/admin/pause/{lease['lease_id']}/renew", json={})
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "lease_gone")
+
+
+def states(status: dict[str, Any]) -> set[str]:
+    return {replica["state"] for replica in status["replicas"]}
+
+
 async def test_of_swaps_at_once_all_but_one_are_refused_with_its_id(
     http: httpx.AsyncClient, folders: dict[str, str]
 ) -> None:
@@ -493,7 +534,7 @@ async def test_a_rollback_brings_the_weights_of_before_back(http: httpx.AsyncCli
     assert response.status_code == 200, response.text
     assert (await complete(http))["choices"][0]["token_ids"] == expected_tokens(folders["third"])
     shown = await fleet(http)
-    assert (shown["version"], shown["source"]) == (swapped["version"] + 2, {"path": folders["third"]})
+    assert (shown["version"], shown["source"]["path"]) == (swapped["version"] + 2, folders["third"])
     assert shown["label"] == f"rollback of {swapped['version'] + 1} to {swapped['version']}"
     assert shown["history"][2]["label"] == "step 100"
 
