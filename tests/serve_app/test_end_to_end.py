@@ -260,7 +260,9 @@ async def test_bad_requests_beside_a_stream_change_none_of_its_tokens(http: http
         {"prompt": "x", "top_p": 0},
         {"prompt": "x", "unheard_of": 1},
         {"prompt": "x", "seed": 2**70},
-        {"prompt": "x", "n": 3},
+        {"prompt": "x", "n": 0},
+        {"prompt": "x", "n": 10**6},
+        {"prompt": "x", "best_of": 3},
     ]
     witness = asyncio.get_running_loop().create_task(read(stream(http, PROMPT, max_tokens=300)))
     answers = await asyncio.gather(

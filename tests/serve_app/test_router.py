@@ -342,7 +342,7 @@ async def test_metrics_of_router_and_replicas_come_together(http: httpx.AsyncCli
     await http.post("/v1/completions", json=completion())
     text = (await http.get("/metrics")).text
     assert 'pitstop_engine_alive{replica="0"} 1.0' in text
-    assert 'pitstop_http_requests_total{router="0",route="/v1/completions",status="200"}' in text
+    assert 'pitstop_http_requests_total{route="/v1/completions",router="0",status="200"}' in text
     assert "vllm:num_requests_running" not in text  # the fake engine has no such number
     shown = next(line for line in text.splitlines() if line.startswith("pitstop_requests_waiting_at_router{"))
     assert shown.endswith(" 0.0")

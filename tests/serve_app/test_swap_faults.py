@@ -31,7 +31,7 @@ TOKENS = (40, 50, 60)
 """Drawn by the weights of the three folders."""
 STOPPED_S = 6.0
 """Longer than a replica may be silent, and than any deadline of a swap here."""
-NUM_KILLS = 5
+NUM_KILLS = 3
 DEADLINE_S = 120.0
 
 
