@@ -154,8 +154,8 @@ class WeightController:
         return replace(await self._weights.status(), store=store)
 
     async def pause(self, request: PauseRequest) -> PauseLease:
-        """Has the whole fleet stand still, for a lease."""
-        return await run_uninterrupted(self._weights.pause(request))
+        """Has the whole fleet stand still, for a lease; a caller that goes away before it has it ends it."""
+        return await self._weights.pause(request)
 
     async def renew_pause(self, lease_id: str, lease_s: float | None = None) -> PauseLease:
         """Prolongs the lease of a pause."""

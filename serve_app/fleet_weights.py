@@ -179,6 +179,7 @@ class FleetWeights:
 
     async def renew_pause(self, lease_id: str, lease_s: float | None = None) -> PauseLease:
         """Puts the end of a pause off, by the length of its lease where none is given. Raises LeaseGone."""
+        await self._recover()
         if lease_s is not None:
             check_lease(lease_s)
         lease = self._leases.renew(lease_id, lease_s)
@@ -190,6 +191,7 @@ class FleetWeights:
 
     async def resume(self, lease_id: str | None = None) -> list[str]:
         """Ends one pause, or all; gives those that were ended. Raises LeaseGone where this one is over."""
+        await self._recover()
         known = [lease.lease_id for lease in self._leases.listed()]
         ending = known if lease_id is None else [one for one in known if one == lease_id]
         if lease_id is not None and not ending:
@@ -280,6 +282,8 @@ class FleetWeights:
 
     async def _return_all(self, failed: RollingFailed, options: SwapOptions, swap_id: str) -> WeightsError:
         """Brings the weights from before a rolling swap that failed back to all; gives what to raise."""
+        # First: whoever repeats the request must not be told that it has succeeded, whatever becomes of going back.
+        await self._history.forget_key(self._history.newest.version)
         target = self._history.rollback_target(None)
         version = _again(target, f"rollback of {self._history.newest.version}, which failed")
         options = replace(options, on_failure="continue", idempotency_key=None)
@@ -334,8 +338,10 @@ class FleetWeights:
 
     def _pauses_of(self, replica_id: str) -> tuple[PauseOrder, ...]:
         """Gives the pauses of the fleet, and that of a replica which comes too late for the swap under way."""
-        orders = self._leases.orders()
         swap_id = self._turn.swap_id
+        if swap_id is not None and self._two_phases.has_resumed:
+            self._leases.end(_barrier_of(swap_id))
+        orders = self._leases.orders()
         if swap_id is None or not self._two_phases.holds_back(replica_id):
             return orders
         return (*orders, PauseOrder(_barrier_of(swap_id), self._settings.lease_s))

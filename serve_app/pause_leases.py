@@ -49,7 +49,8 @@ class PauseLeases:
 
     def end(self, lease_id: str) -> bool:
         """Ends a lease; gives whether it was in force."""
-        self._ended.append(lease_id)
+        if lease_id not in self._ended:
+            self._ended.append(lease_id)
         return self._leases.pop(lease_id, None) is not None
 
     def find(self, lease_id: str) -> PauseLease | None:

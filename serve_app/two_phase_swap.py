@@ -37,12 +37,13 @@ Kill = Callable[[str], Awaitable[None]]
 
 @dataclass(slots=True)
 class _Running:
-    """What is known of the swap under way. participants: those that staged, from then on until all have resumed."""
+    """What is known of the swap under way. participants: those that staged."""
 
     order: SwapOrder
     options: SwapOptions
     started_at: float
     participants: frozenset[str] = frozenset()
+    has_resumed: bool = False
     staged: list[SwapReply] = field(default_factory=list)
     details: StagedDetails = field(default_factory=StagedDetails)
     phases_s: dict[str, float] = field(default_factory=dict)
@@ -82,12 +83,17 @@ class TwoPhaseSwap:
         self.phase = "stage"
         """What the swap under way is doing; see `FleetStatus.phase`."""
 
+    @property
+    def has_resumed(self) -> bool:
+        """Whether the synchronous swap under way has had all resume; it may still be verifying."""
+        return self._running is not None and self._running.has_resumed
+
     def holds_back(self, replica_id: str) -> bool:
-        """Gives whether this replica, which takes no part, may not generate before the swap under way has ended."""
+        """Gives whether this replica, which takes no part, may not generate before those that do have resumed."""
         running = self._running
-        if running is None or running.options.strategy == "rolling" or not running.participants:
+        if running is None or running.options.strategy == "rolling" or running.has_resumed:
             return False
-        return replica_id not in running.participants
+        return bool(running.participants) and replica_id not in running.participants
 
     async def run(self, version: CommittedVersion, order: SwapOrder, options: SwapOptions) -> SwapResult:
         """Commits these weights on every replica, or raises with the old ones serving everywhere."""
@@ -176,6 +182,7 @@ class TwoPhaseSwap:
         with self._timed("resume", running):
             done = frozenset(running.done)
             replies = await self._calls.ask("resume", order, done, timeout_s=self._settings.commit_timeout_s)
+        running.has_resumed = True
         running.paused_s = max((reply.paused_s for reply in replies.values()), default=_clock() - parked_at)
 
     async def _ask_all(self, phase: str, running: _Running, *, timeout_s: float) -> None:

@@ -130,6 +130,14 @@ class WeightHistory:
             if self.newest.version == version:
                 await self._write(self._before)
 
+    async def forget_key(self, version: int) -> None:
+        """Frees the idempotency key of a version whose swap has failed, so that a repeated request is carried out."""
+        async with self._changing:
+            versions = self._manifest.versions
+            await self._write_if_possible(
+                tuple(replace(one, idempotency_key=None) if one.version == version else one for one in versions)
+            )
+
     async def keep_result(self, result: SwapResult) -> None:
         """Keeps what became of a swap; a disk that fails now loses only this."""
         async with self._changing:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine import InvalidRequest, WeightsError, WeightsInvalid
+from serve_app.controller import WeightController
 from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapRequest, WeightSource
 from serve_app.protocol.errors import LeaseGone, VersionUnavailable
 from tests.serve_app.simulated_fleet import SETTINGS, Replica, SimulatedFleet
@@ -247,6 +248,26 @@ def test_a_rolling_swap_that_fails_brings_all_back_where_that_was_asked(fleet: S
     assert all(one.engine.content == fleet.folders["/base"] for one in fleet.replicas.values())
 
 
+def test_a_rolling_swap_that_went_back_is_carried_out_when_it_is_repeated(fleet: SimulatedFleet) -> None:
+    fleet.is_synchronous = False
+    fleet.replicas["r1"].engine.fails_to = {"commit"}
+
+    async def mend(method: str, replica: Replica) -> None:
+        if method == "stage" and fleet.heard.count(("r1", "commit")):
+            replica.engine.fails_to = set()
+
+    fleet.before_call = mend
+    options: dict[str, Any] = {"strategy": "rolling", "on_failure": "rollback", "idempotency_key": "k"}
+    assert "all replicas are back" in refused(fleet, "/1", **options)
+    fleet.kill_controller()
+    fleet.start_controller()
+    fleet.pass_time(3)
+    again = swapped(fleet, "/1", **options)
+    assert again.version == 4
+    assert_all_serve(fleet, 4)
+    assert swapped(fleet, "/1", **options) == again
+
+
 # What the weights are
 
 
@@ -313,6 +334,22 @@ def test_weights_that_are_not_what_was_staged_are_found_and_their_replica_replac
     assert (result.verified, result.replaced) == (["r0", "r2"], ["r1"])
     fleet.pass_time(5)
     assert_all_serve(fleet, 2)
+
+
+def test_a_replica_that_starts_while_others_verify_begins_without_waiting_for_them(fleet: SimulatedFleet) -> None:
+    generating: list[dict[str, int]] = []
+
+    async def start(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("vote", "r0"):
+            fleet.add()
+            await asyncio.sleep(3)
+        if (method, replica.name) == ("verify", "r0"):
+            await asyncio.sleep(SETTINGS.lease_s / 2)
+            generating.append(fleet.generating())
+
+    fleet.before_call = start
+    swapped(fleet, "/1", verify=True)
+    assert generating[0] == {"r0": 2, "r1": 2, "r2": 2, "r3": 2}
 
 
 @pytest.mark.parametrize(
@@ -424,6 +461,37 @@ def test_a_pause_outlives_its_controller_no_longer_than_its_lease(fleet: Simulat
     assert fleet.loop.run(fleet.weights.renew_pause(lease.lease_id, 10.0)).lease_id == lease.lease_id
     fleet.kill_controller()
     fleet.pass_time(12)
+    assert_all_serve(fleet, 1)
+
+
+def test_a_controller_that_has_just_restarted_renews_and_ends_the_pauses_of_before(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    lease = fleet.loop.run(fleet.weights.pause(PauseRequest(30.0)))
+    fleet.kill_controller()
+    assert fleet.loop.run(fleet.start_controller().renew_pause(lease.lease_id, 40.0)).lease_id == lease.lease_id
+    fleet.kill_controller()
+    assert fleet.loop.run(fleet.start_controller().resume()) == [lease.lease_id]
+    assert_all_serve(fleet, 1)
+
+
+def test_a_pause_ends_when_its_caller_goes_away_before_it_has_it(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    controller: Any = WeightController.func_or_class
+    controller = controller.__new__(controller)
+    controller._weights = fleet.weights
+
+    async def linger(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("pause", "r1"):
+            await asyncio.sleep(2)
+
+    fleet.before_call = linger
+    asked = fleet.request(controller.pause(PauseRequest(3600.0)))
+    fleet.pass_time(1)
+    assert fleet.generating() == {}
+    asked.cancel()
+    fleet.pass_time(5)
+    assert asked.cancelled()
+    assert fleet.loop.run(fleet.weights.status()).pauses == []
     assert_all_serve(fleet, 1)
 
 
