@@ -12,7 +12,7 @@ PitstopError
 └── WeightsError (RuntimeError)
     ├── WeightsSourceError              the source is missing or cannot be read
     ├── WeightsInvalid                  a tensor is missing, extra, misshapen, of another dtype or not finite
-    ├── SwapConflict                    another swap is under way
+    ├── SwapConflict                    other changes of the weights are in the way, or were faster
     └── WeightsLost                     neither the old nor the new weights are whole; the loop has ended
 """
 
@@ -78,7 +78,9 @@ class WeightsInvalid(WeightsError):
 
 
 class SwapConflict(WeightsError):
-    """Another swap is under way."""
+    """Another swap is under way, has changed what this one builds on, or has used its idempotency key; or the weights
+    were changed again and again while they were read.
+    """
 
 
 class WeightsLost(WeightsError):

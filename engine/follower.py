@@ -57,6 +57,11 @@ class FollowerLoop:
                 self._wake.notify_all()
 
     @property
+    def is_stopping(self) -> bool:
+        """A rank ends when the driver does."""
+        return False
+
+    @property
     def is_generating(self) -> bool:
         """The driver knows, and the driver stages."""
         return False

@@ -38,7 +38,8 @@ MEMORY_CHOICES = ("auto", "beside", "inside")
 MEMORY_MARGIN_BYTES = 512 * 2**20
 """What staging leaves free: steps, requests and the page cache that it reads through need some."""
 CHANGE_TIMEOUT_S = 60.0
-"""How long who reads the weights waits for who changes them: longer than any commit."""
+"""How long who reads the weights waits for who changes them: longer than a commit of staged weights. Streamed ones are
+read from a disk meanwhile, and who waits for too long is told to try again later."""
 PACKED_AT_ONCE = 8
 """Tensors that are packed between two rests."""
 MAX_READS = 5
@@ -52,6 +53,9 @@ class ParkableLoop(Protocol):
 
     @property
     def is_running(self) -> bool: ...
+
+    @property
+    def is_stopping(self) -> bool: ...
 
     @property
     def is_generating(self) -> bool: ...
@@ -164,6 +168,10 @@ class LiveWeights:
         parked = ParkedLoop(self, loop, hold, in_flight)
         with self._lock:
             self._parks.append(parked)
+        if loop.is_stopping:
+            # `end_parks` may have come before this one was in the list, and the loop would stand still for good.
+            parked.resume()
+            raise EngineStopped("the manager stopped before it could pause")
         return parked
 
     def end_parks(self) -> None:
@@ -246,7 +254,12 @@ class LiveWeights:
             return None
         if is_short:
             self._packed.forget()
-        return self._packed.refresh(all_of_them=in_place or is_short)
+        try:
+            return self._packed.refresh(all_of_them=in_place or is_short)
+        except (MemoryError, RuntimeError) as error:  # the version has begun, and copies only save time
+            logger.warning("weights not packed, so steps take longer until the next swap error=%r", error)
+            self._packed.forget()
+            return None
 
     def _pace(self) -> Pace:
         return Pace(lambda: self.loop.is_running and self.loop.is_generating)

@@ -127,6 +127,11 @@ class GenerationLoop:
         return self._is_running
 
     @property
+    def is_stopping(self) -> bool:
+        """It was asked to stop, and may have ended by now."""
+        return self._stop is not None
+
+    @property
     def is_generating(self) -> bool:
         """Requests ran in the last step; as long as it is parked, nobody does."""
         return self._stats.num_running > 0 and not self._is_parked

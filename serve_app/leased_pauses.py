@@ -15,7 +15,7 @@ logger = logging.getLogger("ray.serve.pitstop")
 NUM_ENDED = 64
 """Leases that ended here, whose late orders are ignored."""
 RETRY_S = 1.0
-"""Before a loop that could not be parked, or resumed, is tried again."""
+"""Before a loop that could not be resumed is tried again."""
 
 
 class LeasedPauses:
@@ -81,8 +81,8 @@ class LeasedPauses:
                 if orders and self._parked is None:
                     await self._park(orders[0])
                 if not self.orders and self._parked is not None:
-                    parked, self._parked = self._parked, None
-                    await asyncio.to_thread(parked.resume)
+                    await asyncio.to_thread(self._parked.resume)
+                    self._parked = None
             except (PitstopError, RuntimeError) as error:
                 logger.warning("event=pause_failed error=%r", str(error))
                 return error

@@ -134,7 +134,8 @@ class WeightSettings(Section):
         another at that version; long enough to read the weights again.
     drain_s: between leading requests away from a replica and pausing it, in a rolling swap; two reports to the routers.
     undo_folder: absolute path of a folder of each replica's machine, for what a swap overwrites where memory is too
-        short to hold new weights beside the old ones; that swap reads them inside its pause. None refuses it.
+        short to hold new weights beside the old ones; that swap reads them inside its pause. None refuses it, and
+        tensor parallel ranks cannot do it.
     heartbeat_interval_s: between two reports of a replica to the controller.
     forget_after_s: after which a silent replica is no longer expected to answer; a few missed heartbeats.
     folder: absolute path of an existing folder for the manifest of committed versions, one for each application, on a
@@ -293,6 +294,16 @@ class AppSettings(Section):
     def _read_engine(cls, value: Any) -> Any:
         # A strict dataclass takes no mapping from its parent, and a config file has nothing else to give.
         return ContinuousBatchingConfig(**value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _check_undo_folder(self) -> Self:
+        if self.weights.undo_folder is not None and self.replicas.tensor_parallel_size > 1:
+            raise ValueError(
+                f"weights.undo_folder is {self.weights.undo_folder!r} with replicas.tensor_parallel_size"
+                f" {self.replicas.tensor_parallel_size}; ranks stage new weights beside the old ones and"
+                " never read them inside a pause, so leave it out"
+            )
+        return self
 
     @property
     def model_name(self) -> str:

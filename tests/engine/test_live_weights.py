@@ -1,9 +1,11 @@
 """Weights change under a loop that is parked, and every request knows which version sampled its tokens."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +148,24 @@ def test_stopping_ends_a_park(model: PreTrainedModel, folder: Path) -> None:
         assert result_of(manager, request_id).generated_tokens == answer(1)
         with pytest.raises(EngineStopped):
             parked.commit(staged)
+        manager.start()
+
+
+def test_a_manager_that_stops_just_after_the_loop_parked_ends_all_the_same(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running(model) as manager:
+        acquire_pause = manager._loop.acquire_pause
+
+        def acquire_and_stop(*arguments: Any, **options: Any) -> None:
+            acquire_pause(*arguments, **options)
+            manager.stop(block=False)
+
+        monkeypatch.setattr(manager._loop, "acquire_pause", acquire_and_stop)
+        with pytest.raises(EngineStopped):
+            manager.park()
+        manager.join(time.perf_counter(), DEADLINE_S)
+        assert not manager.is_running()
         manager.start()
 
 
@@ -438,6 +458,7 @@ class FailingLoop:
     """A loop that is parked and cannot start a version."""
 
     is_running = True
+    is_stopping = False
     is_generating = False
 
     def acquire_pause(self, timeout_s: float | None = None, *, hold: object = None) -> None: ...

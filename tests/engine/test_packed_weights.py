@@ -207,6 +207,26 @@ def test_the_old_weights_are_not_kept_by_their_copies(tmp_path: Path) -> None:
         assert {one.source.data_ptr() for one in packed._packed.values()} <= held
 
 
+def test_a_swap_whose_copies_cannot_be_made_counts_and_computes_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, new = tiny_model("llama"), tiny_model("llama", seed=5)
+    new.save_pretrained(tmp_path)
+    with running(model, pack_weights=True) as manager:
+        staged = manager.stage_weights(tmp_path)
+        packed = manager._packed
+        assert packed is not None
+
+        def refresh(*, all_of_them: bool = False) -> object:
+            raise MemoryError(f"no room, all_of_them={all_of_them}")
+
+        monkeypatch.setattr(packed, "refresh", refresh)
+        manager.commit_weights(staged, version=7)
+        assert manager.weight_version == 7
+        assert not packed._packed
+        assert run_all(manager, PROMPTS, NUM_NEW) == answers(new)
+
+
 def test_copies_that_take_much_of_the_memory_are_made_when_asked_for() -> None:
     model = tiny_model("llama")
     size = packed_of(model).size_bytes

@@ -60,6 +60,10 @@ def test_nested_values_of_a_config_file_are_taken() -> None:
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"weights": {"folder": "weights"}}, "weights.folder is 'weights'; it must be absolute"),
         ({"weights": {"history_versions": 0}}, "weights.history_versions is 0"),
+        (
+            {"weights": {"undo_folder": "/undo"}, "replicas": {"tensor_parallel_size": 2}},
+            "weights.undo_folder is '/undo' with replicas.tensor_parallel_size 2",
+        ),
         ({"autoscaling": {"target_work_s": float("inf")}}, "autoscaling.target_work_s is inf"),
     ],
 )

@@ -1,0 +1,48 @@
+"""A replica that stands still by lease goes on afterwards, also where that needs a second attempt."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine import WeightsError
+from serve_app import leased_pauses
+from serve_app.leased_pauses import LeasedPauses
+from serve_app.messages import PauseOrder
+
+DEADLINE_S = 30.0
+
+
+class StubbornManager:
+    """Its loop parks, and resumes at the second attempt."""
+
+    weight_version = 3
+
+    def __init__(self) -> None:
+        self.num_attempts = 0
+        self.has_resumed = asyncio.Event()
+        self._events = asyncio.get_running_loop()
+
+    def park(self, **arguments: Any) -> "StubbornManager":  # noqa: ARG002  # the interface of a manager
+        return self
+
+    def resume(self) -> float:
+        self.num_attempts += 1
+        if self.num_attempts == 1:
+            raise WeightsError("not now")
+        self._events.call_soon_threadsafe(self.has_resumed.set)
+        return 1.0
+
+
+async def test_a_loop_that_does_not_resume_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leased_pauses, "RETRY_S", 0.0)
+    manager = StubbornManager()
+    pauses = LeasedPauses(manager, replica_id="one")  # type: ignore[arg-type]  # these two verbs are all it needs
+    assert (await pauses.pause(PauseOrder("lease", remaining_s=600.0))).ok
+    await pauses.end(["lease"])
+    assert pauses.is_parked
+    async with asyncio.timeout(DEADLINE_S):
+        await manager.has_resumed.wait()
+        await pauses.follow()
+    assert not pauses.is_parked
+    assert manager.num_attempts == 2
