@@ -36,7 +36,7 @@ from serve_app.protocol.errors import LeaseGone, ManifestError, RollingFailed, V
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
 from serve_app.stragglers import Stragglers
-from serve_app.swap_checks import MAX_LAYERS, check_lease, check_pause, check_rollback, check_swap
+from serve_app.swap_checks import MAX_LAYERS, check_base, check_lease, check_pause, check_rollback, check_swap
 from serve_app.swap_turn import SwapTurn
 from serve_app.two_phase_swap import CheckAlone, Kill, TwoPhaseSwap
 from serve_app.uninterrupted import run_uninterrupted
@@ -251,6 +251,7 @@ class FleetWeights:
         return result
 
     async def _swap(self, request: SwapRequest, swap_id: str) -> SwapResult:
+        check_base(request.base_version, self._history.newest.version)
         source = request.source
         if source.hub is not None:
             self._two_phases.phase = "fetch"

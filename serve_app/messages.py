@@ -154,7 +154,7 @@ class SwapRequest(SwapOptions):
     """New weights for the fleet, as somebody asks the controller for them.
 
     partial: tensors that the source leaves out keep their values. cast: convert tensors of another dtype instead of
-    refusing them. label is for people.
+    refusing them. label is for people. base_version: the version that must be served when its turn comes.
     """
 
     source: WeightSource
@@ -162,6 +162,7 @@ class SwapRequest(SwapOptions):
     cast: bool = field(default=False, kw_only=True)
     probes: Probes | None = field(default=None, kw_only=True)
     label: str = field(default="", kw_only=True)
+    base_version: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

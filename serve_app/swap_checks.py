@@ -2,7 +2,7 @@
 
 from pathlib import PurePath
 
-from engine import InvalidRequest
+from engine import InvalidRequest, SwapConflict
 from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOptions, SwapRequest
 
 MAX_LABEL_LENGTH = 1024
@@ -25,9 +25,9 @@ PAUSE_CHOICES = ("keep", "finish")
 
 def check_swap(request: SwapRequest) -> None:
     """Raises InvalidRequest for what came over a handle, where nobody has checked it."""
+    check_how(request)
     source = request.source
-    check_options(request)
-    _check_text(label=request.label, path=source.path, hub=source.hub, revision=source.revision)
+    _check_text(path=source.path, hub=source.hub, revision=source.revision)
     if source.hub is None and not source.folders:
         raise InvalidRequest("source names no folder; give one", "source")
     if len(source.layers) > MAX_LAYERS:
@@ -36,8 +36,23 @@ def check_swap(request: SwapRequest) -> None:
         _check_text(path=folder)
         if not PurePath(folder).is_absolute():
             raise InvalidRequest(f"path is {folder!r}; it must be absolute, as replicas run in other folders", "path")
+
+
+def check_how(request: SwapRequest) -> None:
+    """Raises InvalidRequest for what a swap asks for beside its source."""
+    check_options(request)
+    _check_text(label=request.label)
     if request.probes is not None:
         _check_probes(request.probes)
+
+
+def check_base(base_version: int | None, newest: int) -> None:
+    """Raises SwapConflict where weights that were made for one version would go over another."""
+    if base_version not in (None, newest):
+        raise SwapConflict(
+            f"version {newest} is committed, and these weights were made as changes to version {base_version}; "
+            "begin again"
+        )
 
 
 def check_rollback(request: RollbackRequest) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from engine import InvalidRequest, PitstopError, QueueFull, SwapConflict, WeightsError
 from serve_app.messages import SessionRequest, SessionState, SwapRequest, SwapResult, WeightSource
 from serve_app.protocol.errors import SwapSessionGone
+from serve_app.swap_checks import check_base, check_how
 from serve_app.tensor_pieces import TensorPiece
 from serve_app.weight_history import WeightHistory
 from serve_app.weight_store import FolderWriter, WeightStore
@@ -37,11 +38,12 @@ Load = Callable[[], Iterable[TensorPiece]]
 class _Session:
     request: SessionRequest
     writer: FolderWriter
-    base_version: int
+    base_version: int | None
     lease_until: float
     next_sequence: int = 0
     folder: str | None = None
     filled: list[str] = field(default_factory=list)
+    has_cast_fill: bool = False
     commit: "asyncio.Task[SwapResult] | None" = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -97,7 +99,8 @@ class SwapSessions:
     async def open(self, request: SessionRequest) -> SessionState:
         """Opens a session, or gives the open one of this id; with the result where its idempotency key has brought one.
 
-        Raises InvalidRequest for a lease out of bounds, and QueueFull while too many are open.
+        Raises InvalidRequest for a lease out of bounds or what no swap would take, and QueueFull while too many are
+        open.
         """
         async with self._opening:
             if (session := self._open.get(request.session_id)) is not None:
@@ -146,9 +149,12 @@ class SwapSessions:
         if session_id in self._ended:
             return
         session = self._require(session_id)
-        if session.commit is not None:
-            raise SwapConflict(f"swap session {session_id} is being committed; roll the version back instead")
+        _refuse_committing(session)
         async with session.lock:
+            if session_id in self._ended:
+                return
+            # Asked for while the last bucket was written.
+            _refuse_committing(session)
             await self._end(session, _gone(session_id, reason))
 
     async def renew(self, session_id: str) -> SessionState:
@@ -173,7 +179,8 @@ class SwapSessions:
         try:
             await self._history.check_writable()
             versions = [_folders(version.source) for version in reversed(self._history.listed())]
-            in_use = [session.folder for session in self._open.values() if session.folder is not None]
+            # All of them, as one may be sealed while this looks.
+            in_use = [session.writer.path for session in self._open.values()]
             await asyncio.to_thread(self._store.prune, versions, in_use=in_use)
         except (WeightsError, OSError) as error:
             logger.warning("event=store_not_pruned error=%r", str(error))
@@ -184,12 +191,16 @@ class SwapSessions:
         shortest, longest = LEASE_LIMITS_S
         if not shortest <= request.lease_s <= longest:
             raise InvalidRequest(f"lease_s is {request.lease_s}; it must be {shortest:g} to {longest:g}", "lease_s")
+        check_how(request.swap)
         await self.expire()
         await self.prune()
         if len(self._open) >= MAX_OPEN_SESSIONS:
             raise QueueFull(f"{len(self._open)} swap sessions are open; commit or abort one, or wait for its lease")
         writer = await asyncio.to_thread(self._store.begin)
-        session = _Session(request, writer, self._history.newest.version, self._clock() + request.lease_s)
+        base_version = request.swap.base_version
+        if request.swap.partial and base_version is None:
+            base_version = self._history.newest.version
+        session = _Session(request, writer, base_version, self._clock() + request.lease_s)
         self._open[request.session_id] = session
         logger.info("event=session_opened session=%s lease_s=%g", request.session_id, request.lease_s)
         return session.state
@@ -210,8 +221,11 @@ class SwapSessions:
 
     async def _commit(self, session: _Session) -> SwapResult:
         async with session.lock:
+            # It may have ended while this waited.
+            self._require(session.request.session_id)
             try:
-                self._check_base(session)
+                # Also here, as only now it is known what a long chain is filled from; the swap looks in its turn.
+                check_base(session.base_version, self._history.newest.version)
                 if session.folder is None:
                     session.filled = await self._fill_long_chain(session)
                     session.folder = await asyncio.to_thread(session.writer.seal)
@@ -227,25 +241,20 @@ class SwapSessions:
             await self.prune()
             return result
 
-    def _check_base(self, session: _Session) -> None:
-        """Raises SwapConflict where the changes that a session holds are to weights that are not served any more."""
-        newest = self._history.newest.version
-        if session.request.swap.partial and newest != session.base_version:
-            raise SwapConflict(
-                f"version {newest} was committed since this session began, and what it holds are changes to version "
-                f"{session.base_version}; begin again"
-            )
-
     async def _fill_long_chain(self, session: _Session) -> list[str]:
         """Makes a partial update whole where the layers below it are many, as every replica that starts reads them all.
 
         Gives the tensors that it took from them: none where the update stays a layer.
         """
-        source = self._history.newest.source
+        newest = self._history.newest
+        source = newest.source
         if not session.request.swap.partial or source is None or len(source.folders) < MAX_LAYERS:
             return []
         base = [await asyncio.to_thread(self._base_path)] if source.on_model else []
-        return await asyncio.to_thread(session.writer.fill, [*base, *source.folders])
+        filled = await asyncio.to_thread(session.writer.fill, [*base, *source.folders])
+        # Of another dtype than the one it is loaded in, maybe.
+        session.has_cast_fill = bool(filled) and newest.cast
+        return filled
 
     async def _failed(self, session: _Session, error: Exception) -> PitstopError:
         """Ends a session with an error, and gives that as one of the project's."""
@@ -301,7 +310,20 @@ class SwapSessions:
 def _request_of(session: _Session, folder: str) -> SwapRequest:
     """Gives the swap of a folder; one that was filled holds everything."""
     swap = session.request.swap
-    return replace(swap, source=WeightSource(folder), partial=swap.partial and not session.filled)
+    return replace(
+        swap,
+        source=WeightSource(folder),
+        partial=swap.partial and not session.filled,
+        cast=swap.cast or session.has_cast_fill,
+        base_version=session.base_version,
+    )
+
+
+def _refuse_committing(session: _Session) -> None:
+    if session.commit is not None:
+        raise SwapConflict(
+            f"swap session {session.request.session_id} is being committed; roll the version back instead"
+        )
 
 
 def _gone(session_id: str, reason: str) -> SwapSessionGone:

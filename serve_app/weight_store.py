@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine import WeightsError
+from serve_app.manifest import sync_folder, write_durably
 from serve_app.safetensors_reader import read_tensors
 from serve_app.safetensors_writer import SafetensorsWriter
 from serve_app.tensor_pieces import TensorPiece
@@ -63,7 +64,7 @@ class WeightStore:
         """Removes folders that no version needs, and then those of the oldest versions until the rest fits.
 
         versions: the folders of each remembered version, oldest first, the committed one last, which always stays.
-        in_use: folders that no version has yet. Gives what was removed.
+        in_use: folders that no version has yet, sealed or about to be. Gives what was removed.
         """
         sizes = {path: _folder_bytes(path) for path in self.sealed()}
         needed = [[Path(folder) for folder in folders] for folders in versions]
@@ -115,6 +116,11 @@ class FolderWriter:
             raise self._failure(error) from error
 
     @property
+    def path(self) -> str:
+        """The last name of the folder, which it has once it is sealed."""
+        return str(self._folder)
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of the tensors so far."""
         return self._tensors.size_bytes
@@ -159,10 +165,10 @@ class FolderWriter:
             names = self._tensors.finish()
             if names:
                 index = json.dumps({"metadata": {"total_size": self.size_bytes}, "weight_map": names})
-                _write_durably(self._partial / INDEX_NAME, index.encode())
-            _sync_folder(self._partial)
+                write_durably(self._partial / INDEX_NAME, index.encode())
+            sync_folder(self._partial)
             self._partial.rename(self._folder)
-            _sync_folder(self._folder.parent)
+            sync_folder(self._folder.parent)
         except OSError as error:
             self.drop()
             raise self._failure(error) from error
@@ -170,7 +176,7 @@ class FolderWriter:
             self.drop()
             raise
         self._release()
-        return str(self._folder)
+        return self.path
 
     def drop(self) -> None:
         """Removes the folder, whole or not."""
@@ -233,18 +239,3 @@ def _remove(folder: Path) -> None:
     with suppress(OSError):
         folder.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine import PitstopError
 from serve_app.messages import CommittedVersion, SessionRequest, SwapRequest, SwapResult, WeightSource
+from serve_app.swap_checks import check_base
 from serve_app.swap_sessions import SwapSessions
 from serve_app.tensor_pieces import TensorPiece, cut_buckets
 from serve_app.weight_history import WeightHistory
@@ -26,7 +27,7 @@ class Fleet:
         self.error: PitstopError | None = None
         self.swapping, self.may_swap = asyncio.Event(), asyncio.Event()
         self.may_swap.set()
-        self.num_swaps = 0
+        self.asked: list[SwapRequest] = []
         self.base = ""
         self.on_end: Callable[[str], None] = lambda _: None
         self.history = WeightHistory(application="pitstop", model="base", folder=None, num_earlier=16)
@@ -42,15 +43,21 @@ class Fleet:
         )
 
     async def swap(self, request: SwapRequest) -> SwapResult:
-        self.num_swaps += 1
+        self.asked.append(request)
         self.swapping.set()
         await self.may_swap.wait()
         if self.error is not None:
             raise self.error
+        check_base(request.base_version, self.history.newest.version)
         version = self.history.next_version
         result = SwapResult(version, version - 1, ["a", "b"], 0.1, 0.01, 0.2)
         committed = CommittedVersion(
-            version, self._whole(request), label=request.label, idempotency_key=request.idempotency_key, result=result
+            version,
+            self._whole(request),
+            request.cast or (request.partial and self.history.newest.cast),
+            request.label,
+            idempotency_key=request.idempotency_key,
+            result=result,
         )
         await self.history.commit(committed)
         return result
@@ -67,6 +74,10 @@ class Fleet:
     async def put(self, sequence: int, session_id: str = "one", **tensors: Tensor) -> int:
         return (await self.sessions.put(session_id, sequence, bucket(**tensors))).next_sequence
 
+    @property
+    def num_swaps(self) -> int:
+        return len(self.asked)
+
     def left(self) -> list[str]:
         return sorted(path.name for path in self.store.folder.iterdir())
 
@@ -80,9 +91,9 @@ class Fleet:
 
 
 def request(
-    session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None, partial: bool = False
+    session_id: str = "one", *, lease_s: float = LEASE_S, key: str | None = None, **options: Any
 ) -> SessionRequest:
-    swap = SwapRequest(WeightSource(), label="step 7", idempotency_key=key, partial=partial)
+    swap = SwapRequest(WeightSource(), idempotency_key=key, **{"label": "step 7", **options})
     return SessionRequest(session_id, swap, lease_s=lease_s)
 
 

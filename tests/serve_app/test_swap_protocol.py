@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine import InvalidRequest, WeightsError, WeightsInvalid
+from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid
 from serve_app.controller import WeightController
 from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapRequest, WeightSource
 from serve_app.protocol.errors import LeaseGone, VersionUnavailable
@@ -269,6 +269,17 @@ def test_a_rolling_swap_that_went_back_is_carried_out_when_it_is_repeated(fleet:
 
 
 # What the weights are
+
+
+def test_changes_are_not_applied_to_a_version_that_was_committed_while_they_waited(fleet: SimulatedFleet) -> None:
+    fleet.folders["/part"] = {"b": 9.0}
+    first = fleet.swap("/1")
+    changes = fleet.swap("/part", partial=True, base_version=1, wait_s=SETTINGS.stage_timeout_s)
+    with pytest.raises(SwapConflict, match="changes to version 1; begin again"):
+        fleet.loop.run(_done(changes))
+    assert first.result().version == 2
+    assert_all_serve(fleet, 2)
+    assert swapped(fleet, "/part", partial=True, base_version=2).version == 3
 
 
 def test_a_partial_swap_keeps_the_other_tensors_and_says_which(fleet: SimulatedFleet) -> None:

@@ -4,20 +4,23 @@ import asyncio
 import contextlib
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from engine import InvalidRequest, QueueFull, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
-from serve_app.messages import SwapRequest, WeightSource
+from serve_app.messages import CommittedVersion, SwapRequest, WeightSource
 from serve_app.protocol.errors import SwapSessionGone
 from serve_app.swap_sessions import MAX_LAYERS, MAX_OPEN_SESSIONS, SwapSessions
 from serve_app.tensor_pieces import TensorPiece
 from serve_app.weight_history import WeightHistory
+from serve_app.weight_store import FolderWriter
 from tests.serve_app.session_fakes import LEASE_S, Fleet, bucket, request
 
 
@@ -83,6 +86,76 @@ async def test_aborting_removes_what_was_sent(fleet: Fleet) -> None:
         await fleet.put(1, v=torch.zeros(1))
     with pytest.raises(SwapSessionGone):
         await fleet.sessions.commit("one")
+
+
+class SlowBucket:
+    """A bucket that comes only when it may; `tensors` None is one that cannot be read then."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor] | None) -> None:
+        self._tensors = tensors
+        self.may_come = threading.Event()
+
+    def __call__(self) -> Iterable[TensorPiece]:
+        assert self.may_come.wait(30)
+        if self._tensors is None:
+            raise OSError("gone")
+        return bucket(**self._tensors)()
+
+
+async def test_an_abort_that_waits_for_a_bucket_is_refused_once_the_session_is_being_committed(fleet: Fleet) -> None:
+    slow = SlowBucket({"w": torch.ones(4)})
+    await fleet.open()
+    put = asyncio.ensure_future(fleet.sessions.put("one", 0, slow))
+    await asyncio.sleep(0)
+    abort = asyncio.ensure_future(fleet.sessions.abort("one"))
+    await asyncio.sleep(0)
+    commit = asyncio.ensure_future(fleet.sessions.commit("one"))
+    await asyncio.sleep(0)
+    slow.may_come.set()
+    await put
+    with pytest.raises(SwapConflict, match="is being committed"):
+        await abort
+    assert (await commit).version == 2
+    assert torch.equal(fleet.newest()["w"], torch.ones(4))
+
+
+async def test_a_commit_that_waits_for_a_bucket_says_why_the_session_has_ended(fleet: Fleet) -> None:
+    slow = SlowBucket(None)
+    ends: list[str] = []
+    fleet.on_end = ends.append
+    await fleet.open()
+    put = asyncio.ensure_future(fleet.sessions.put("one", 0, slow))
+    await asyncio.sleep(0)
+    commit = asyncio.ensure_future(fleet.sessions.commit("one"))
+    await asyncio.sleep(0)
+    slow.may_come.set()
+    with pytest.raises(WeightsError, match="not taken"):
+        await put
+    with pytest.raises(SwapSessionGone, match="not taken"):
+        await commit
+    assert ends == ["one"]
+    assert fleet.num_swaps == 0
+
+
+async def test_a_folder_that_was_just_sealed_is_not_pruned(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, is_sealed, may_go_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    seal = FolderWriter.seal
+
+    def slow_seal(writer: FolderWriter) -> str:
+        folder = seal(writer)
+        loop.call_soon_threadsafe(is_sealed.set)
+        assert may_go_on.wait(30)
+        return folder
+
+    monkeypatch.setattr(FolderWriter, "seal", slow_seal)
+    await fleet.open()
+    await fleet.put(0, w=torch.ones(4))
+    commit = asyncio.ensure_future(fleet.sessions.commit("one"))
+    await is_sealed.wait()
+    await fleet.sessions.prune()
+    may_go_on.set()
+    await commit
+    assert torch.equal(fleet.newest()["w"], torch.ones(4))
 
 
 async def test_a_session_whose_owner_is_silent_is_aborted(fleet: Fleet) -> None:
@@ -195,6 +268,15 @@ async def test_a_lease_out_of_bounds_is_refused(fleet: Fleet, lease_s: float) ->
         await fleet.open(lease_s=lease_s)
 
 
+@pytest.mark.parametrize("option", [{"in_flight": "kep"}, {"strategy": "fast"}, {"label": 7}, {"key": "\ud800"}])
+async def test_an_option_that_no_swap_takes_is_refused_before_anything_is_sent(
+    fleet: Fleet, option: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest, match=str(next(iter(option)))):
+        await fleet.open(**option)
+    assert fleet.sessions.num_open == 0
+
+
 async def test_a_session_nobody_knows_is_gone(fleet: Fleet) -> None:
     with pytest.raises(SwapSessionGone, match="may have been restarted"):
         await fleet.put(0, w=torch.zeros(1))
@@ -285,6 +367,39 @@ async def test_changes_to_weights_that_are_served_no_more_are_refused(
         await fleet.sessions.commit("two")
     await fleet.sessions.abort("two")
     assert len(fleet.left()) == 1
+
+
+async def test_changes_that_wait_for_their_turn_while_another_version_is_committed_are_refused(
+    fleet: Fleet, base: dict[str, torch.Tensor]
+) -> None:
+    fleet.may_swap.clear()
+    await fleet.open(partial=True)
+    await fleet.put(0, w=torch.ones(4))
+    commit = asyncio.ensure_future(fleet.sessions.commit("one"))
+    await fleet.swapping.wait()
+    await fleet.history.commit(CommittedVersion(2, WeightSource("/other")))
+    fleet.may_swap.set()
+    with pytest.raises(SwapConflict, match="changes to version 1; begin again"):
+        await commit
+    assert fleet.history.newest.version == 2
+
+
+@pytest.mark.parametrize("is_over_configured", [True, False])
+async def test_what_is_filled_from_the_layers_below_is_cast_as_they_were(
+    fleet: Fleet, base: dict[str, torch.Tensor], is_over_configured: bool
+) -> None:
+    if not is_over_configured:
+        await fleet.open("whole")
+        await fleet.put(0, "whole", **base)
+        await fleet.sessions.commit("whole")
+    while len(fleet.asked) <= MAX_LAYERS:
+        number = str(len(fleet.asked))
+        await fleet.open(number, partial=True)
+        await fleet.put(0, number, w=torch.ones(4))
+        await fleet.sessions.commit(number)
+    assert not fleet.asked[-1].partial
+    assert fleet.asked[-1].cast == fleet.history.newest.cast == is_over_configured
+    assert not any(request.cast for request in fleet.asked[:-1])
 
 
 async def test_a_layer_that_is_gone_refuses_the_update_and_leaves_nothing(
