@@ -9,7 +9,7 @@ from typing import Any
 
 from ray import serve
 
-from engine import InvalidRequest, PitstopError
+from engine import InvalidRequest, PitstopError, WeightsError
 from serve_app.broadcast import call_all, kill_replica
 from serve_app.buckets import load_bucket
 from serve_app.collective import Meeting, PieceHeader
@@ -42,6 +42,9 @@ CONTROLLER_DEPLOYMENT = "WeightController"
 ENGINE_DEPLOYMENT = "EngineReplica"
 EXPIRY_INTERVAL_S = 1.0
 """Between two looks for leases that have run out; the shortest lease."""
+
+COUNT_TIMEOUT_S = 10.0
+"""For Ray Serve to say what runs; milliseconds, but where its own controller restarts."""
 
 
 @serve.deployment(name=CONTROLLER_DEPLOYMENT)
@@ -217,7 +220,13 @@ async def _kill_engine(replica_id: str) -> None:
 
 
 async def _count_running_engines() -> int:
-    status = await asyncio.to_thread(serve.status)
+    try:
+        async with asyncio.timeout(COUNT_TIMEOUT_S):
+            status = await asyncio.to_thread(serve.status)
+    except TimeoutError:
+        raise WeightsError(
+            f"Ray Serve did not say within {COUNT_TIMEOUT_S:g} s how many replicas run; try again"
+        ) from None
     application = status.applications.get(serve.get_replica_context().app_name)
     deployment = application.deployments.get(ENGINE_DEPLOYMENT) if application else None
     return sum(count for state, count in deployment.replica_states.items() if state == "RUNNING") if deployment else 0

@@ -1,8 +1,9 @@
 """Which weights the fleet serves: the logic of the controller, without Ray.
 
-A swap has two phases. Every replica stages the new weights beside the old; only when all have, the new version is
-written to the history, which is the commit point, and all are told to commit; else all are told to drop them. A replica
-that does not hear it learns it from its next heartbeat and is out of routing until it has caught up.
+A swap goes in phases. Every replica stages the new weights beside the old; in a synchronous swap all then park and
+vote. Only when all have, the new version is written to the history, which is the commit point, and all are told to
+commit, in a rolling swap in turn; else all are told to drop them. A replica that does not hear it learns it from its
+next heartbeat and is out of routing until it has caught up.
 """
 
 import asyncio
@@ -222,26 +223,49 @@ class FleetWeights:
         if (known := await self._finished(request)) is not None:
             return known
         try:
+            self._turn.refuse_if_taken(wait_s=request.wait_s)
+            # Before its turn: other swaps need not wait for a download.
+            source = await self._fetched(request.source) if isinstance(request, SwapRequest) else WeightSource()
             async with self._turn.taken(wait_s=request.wait_s) as swap_id:
                 if (known := await self._finished(request)) is not None:
                     return known
                 self._refuse_used_key(request.idempotency_key)
-                return await self._bring(request, swap_id)
+                return await self._bring(request, swap_id, source)
         except SwapConflict:
             self._recorder.count("pitstop_swaps_total", "conflict")
             raise
 
-    async def _bring(self, request: SwapRequest | RollbackRequest, swap_id: str) -> SwapResult:
-        """Runs one swap, whose version gets its number here."""
+    async def _fetched(self, source: WeightSource) -> WeightSource:
+        """Gives a hub's source with the folder it was fetched to. Raises WeightsSourceError."""
+        if source.hub is None:
+            return source
+        timeout_s = self._settings.fetch_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(fetch_from_hub, source)
+        except TimeoutError:
+            late = WeightsSourceError(
+                f"{source} was not fetched from the hub within {timeout_s:g} s; what has come is kept: try again, or "
+                "raise weights.fetch_timeout_s"
+            )
+            self._record_failure(late)
+            raise late from None
+        except PitstopError as error:
+            self._record_failure(error)
+            raise
+
+    async def _bring(self, request: SwapRequest | RollbackRequest, swap_id: str, source: WeightSource) -> SwapResult:
+        """Runs one swap, whose version gets its number here. source: of the request, fetched."""
+        self._two_phases.was_rolled_back = False
         try:
             if isinstance(request, SwapRequest):
-                result = await self._swap(request, swap_id)
+                result = await self._swap(request, swap_id, source)
             else:
                 result = await self._go_back(request, swap_id)
         except SwapConflict:
             raise
         except PitstopError as error:
-            self._record_failure(error)
+            self._record_failure(error, is_back=self._two_phases.was_rolled_back)
             logger.warning("event=swap_refused swap=%s error=%r", swap_id, str(error))
             raise
         finally:
@@ -250,12 +274,8 @@ class FleetWeights:
         self._record(result)
         return result
 
-    async def _swap(self, request: SwapRequest, swap_id: str) -> SwapResult:
+    async def _swap(self, request: SwapRequest, swap_id: str, source: WeightSource) -> SwapResult:
         check_base(request.base_version, self._history.newest.version)
-        source = request.source
-        if source.hub is not None:
-            self._two_phases.phase = "fetch"
-            source = await asyncio.to_thread(fetch_from_hub, source)
         version = CommittedVersion(0, source, request.cast, request.label)
         changes = None
         if request.partial:
@@ -379,8 +399,7 @@ class FleetWeights:
             result.paused_s,
         )
 
-    def _record_failure(self, error: PitstopError) -> None:
-        is_back = self._two_phases.was_rolled_back
+    def _record_failure(self, error: PitstopError, *, is_back: bool = False) -> None:
         self._recorder.count("pitstop_swaps_total", "rolled_back" if is_back else "refused")
         self._recorder.count("pitstop_swap_failures_total", _reason_of(error))
 

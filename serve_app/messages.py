@@ -6,6 +6,9 @@ from enum import StrEnum
 
 from engine import SamplingParams, TopLogprobs, WeightSpan, WorkloadHints
 
+MAX_WAIT_S = 3600.0
+"""For a swap that is under way; longer than any client keeps its connection."""
+
 
 class GrammarKind(StrEnum):
     """How a grammar is written. CHOICE is a JSON list of texts, EBNF is GBNF or Lark, whatever a client sends."""
@@ -409,7 +412,7 @@ class FleetStatus:
     replicas: list[ReplicaReport]
     swap_in_progress: str | None = None
     phase: str | None = None
-    """What the swap under way is doing: fetch, stage, park, vote, commit, resume, verify or abort."""
+    """What the swap under way is doing: stage, park, vote, commit, resume, verify or abort."""
     history: list[CommittedVersion] = field(default_factory=list)
     """Newest first; the first one is the committed version."""
     problem: str | None = None

@@ -126,6 +126,7 @@ class RoutingSettings(Section):
 class WeightSettings(Section):
     """Deadlines of a weight swap, all in seconds, and where the committed version is kept.
 
+    fetch_timeout_s: for fetching weights from a hub, before their swap has its turn; a model of 150 GB at 50 MB/s.
     stage_timeout_s: for reading and checking new weights on every replica; a slow shared disk needs minutes.
     commit_timeout_s: for the pause and the exchange on every replica; a step is short, so this only ends hangs.
     finish_timeout_s: for requests that a swap lets finish first, where it names no time of its own; then it is refused.
@@ -152,6 +153,7 @@ class WeightSettings(Section):
         not fill a disk that others use.
     """
 
+    fetch_timeout_s: float = Field(default=3600.0, gt=0)
     stage_timeout_s: float = Field(default=600.0, gt=0)
     commit_timeout_s: float = Field(default=60.0, gt=0)
     finish_timeout_s: float = Field(default=300.0, gt=0)

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from engine import check_weights
+from engine import WeightsError, check_weights
 from serve_app.hub_source import fetch_from_hub
 from serve_app.messages import StagedDetails, SwapOrder, WeightSource
 from serve_app.model_store import resolve_model
@@ -22,7 +22,15 @@ class CheckAlone:
         """Gives what the source holds; None where replicas run, which have to stage it. Raises as staging does."""
         if await self._count_running() > 0:
             return None
-        return await asyncio.to_thread(self._check, order)
+        timeout_s = self._settings.weights.stage_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(self._check, order)
+        except TimeoutError:
+            raise WeightsError(
+                f"no replica runs, and the controller did not read the weights within {timeout_s:g} s; raise "
+                "weights.stage_timeout_s"
+            ) from None
 
     def _check(self, order: SwapOrder) -> Checked:
         model = resolve_model(self._settings.model)

@@ -3,7 +3,7 @@
 from pathlib import PurePath
 
 from engine import InvalidRequest, SwapConflict
-from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOptions, SwapRequest
+from serve_app.messages import MAX_WAIT_S, PauseRequest, Probes, RollbackRequest, SwapOptions, SwapRequest
 
 MAX_LABEL_LENGTH = 1024
 """Characters of a label and of an idempotency key, which the history keeps."""
@@ -73,8 +73,13 @@ def check_options(options: SwapOptions) -> None:
         raise InvalidRequest(f"max_paused is {options.max_paused}; it must be at least 1", "max_paused")
     if options.strategy != "rolling" and (options.max_paused, options.on_failure) != (1, "continue"):
         raise InvalidRequest("max_paused and on_failure are for strategy 'rolling' alone", "strategy")
-    if options.finish_timeout_s is not None and not options.finish_timeout_s > 0:
-        raise InvalidRequest(f"finish_timeout_s is {options.finish_timeout_s}; it must be above 0", "finish_timeout_s")
+    finish_s = options.finish_timeout_s
+    if finish_s is not None and not 0 < finish_s <= MAX_WAIT_S:
+        raise InvalidRequest(
+            f"finish_timeout_s is {finish_s}; it must be above 0 and at most {MAX_WAIT_S:g}", "finish_timeout_s"
+        )
+    if not 0 <= options.wait_s <= MAX_WAIT_S:
+        raise InvalidRequest(f"wait_s is {options.wait_s}; it must be 0 to {MAX_WAIT_S:g}", "wait_s")
 
 
 def check_pause(request: PauseRequest) -> None:

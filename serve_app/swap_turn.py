@@ -16,7 +16,14 @@ class SwapTurn:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._num_waiting = 0
         self.swap_id: str | None = None
+
+    def refuse_if_taken(self, *, wait_s: float) -> None:
+        """Raises SwapConflict where a swap that does not wait would not have its turn now."""
+        # Whoever waits comes first, also where the swap before has just ended.
+        if wait_s <= 0 and (self._lock.locked() or self._num_waiting > 0):
+            raise SwapConflict(f"{self._other()} is under way; try again when it has ended, or set wait_s")
 
     @asynccontextmanager
     async def taken(self, *, wait_s: float) -> AsyncIterator[str]:
@@ -30,12 +37,18 @@ class SwapTurn:
             self._lock.release()
 
     async def _acquire(self, wait_s: float) -> None:
-        if wait_s <= 0 and self._lock.locked():
-            raise SwapConflict(f"swap {self.swap_id} is under way; try again when it has ended, or set wait_s")
+        self.refuse_if_taken(wait_s=wait_s)
+        self._num_waiting += 1
         try:
-            async with asyncio.timeout(wait_s or None):
+            # None waits for nobody then.
+            async with asyncio.timeout(wait_s if wait_s > 0 else None):
                 await self._lock.acquire()
         except TimeoutError:
             raise SwapConflict(
-                f"swap {self.swap_id} is still under way after {wait_s:g} s; try again when it has ended"
+                f"{self._other()} is still under way after {wait_s:g} s; try again when it has ended"
             ) from None
+        finally:
+            self._num_waiting -= 1
+
+    def _other(self) -> str:
+        return f"swap {self.swap_id}" if self.swap_id is not None else "another swap"

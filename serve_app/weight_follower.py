@@ -161,7 +161,8 @@ class WeightFollower:
     async def abort(self, order: SwapOrder) -> SwapReply:
         """Drops the staged weights of this swap, if there are any, and resumes."""
         # Before the lock: whoever parks for it now sees that it is over.
-        self._ended.append(order.swap_id)
+        if order.swap_id not in self._ended:
+            self._ended.append(order.swap_id)
         return await self._carry_out("abort", order, None, self._abort)
 
     async def verify(self, order: SwapOrder) -> SwapReply:
@@ -183,7 +184,7 @@ class WeightFollower:
         if self._hold is not None and self.held_swap_id == driven:
             self._hold.renew()
         if seen == self._num_changes and not self._lock.locked():
-            await run_uninterrupted(self._end_orphans(committed))
+            await run_uninterrupted(self._end_orphans(committed, seen))
 
     async def catch_up(self, committed: CommittedWeights, *, digests_of: DigestsOf | None = None) -> bool:
         """Brings the engine to the committed version; gives whether it is there. Retries no sooner than 5 s later."""
@@ -412,9 +413,12 @@ class WeightFollower:
             raise WeightsInvalid(f"{name} is not what was staged for version {order.version}", tensor=name)
         return self._reply()
 
-    async def _end_orphans(self, committed: CommittedWeights) -> None:
+    async def _end_orphans(self, committed: CommittedWeights, seen: int) -> None:
         """Drops and resumes what no swap under way needs. After a vote this is the controller's word."""
         async with self._lock:
+            if seen != self._num_changes:
+                # An order has come first, of which the answer does not know.
+                return
             driven, staged_id = committed.swap_in_progress, self.staged_swap_id
             is_wanted = staged_id == committed.swap_id and self.version < committed.version
             if staged_id is not None and staged_id != driven and not is_wanted:

@@ -11,6 +11,7 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── ReplicaLost                     the replica died while it answered
 ├── GenerationFailed                the engine gave this one request up
 ├── DeadlineExceeded                the request took longer than `limits.request_timeout_s`
+├── SwapUnfinished                  the swap takes longer than its deadlines, and goes on
 ├── WeightVersionUnavailable        the least weight version asked for is not served yet
 └── WeightsError                    engine.errors
     ├── LeaseGone                   the pause to renew or end is over
@@ -79,6 +80,10 @@ class DeadlineExceeded(PitstopError):
     """The request was cancelled because it took too long."""
 
 
+class SwapUnfinished(PitstopError):
+    """The swap takes longer than all its deadlines, and goes on; what becomes of it is not known here."""
+
+
 class WeightVersionUnavailable(PitstopError):
     """The least weight version that the request accepts is not served yet; the message says which one is."""
 
@@ -140,6 +145,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     ReplicaLost: ErrorRule(503, "server_error", "replica_lost"),
     GenerationFailed: ErrorRule(500, "server_error", "generation_failed"),
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
+    SwapUnfinished: ErrorRule(504, "server_error", "swap_unfinished"),
     WeightVersionUnavailable: ErrorRule(409, "invalid_request_error", "weight_version_unavailable"),
     VersionUnavailable: ErrorRule(409, "invalid_request_error", "version_unavailable"),
     SwapSessionGone: ErrorRule(409, "invalid_request_error", "swap_session_gone"),

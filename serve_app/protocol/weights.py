@@ -5,11 +5,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from engine import InvalidRequest
-from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapRequest, WeightSource
+from serve_app.messages import MAX_WAIT_S, PauseRequest, Probes, RollbackRequest, SwapRequest, WeightSource
 from serve_app.protocol.strict import Label, RequestModel, TokenId
-
-MAX_WAIT_S = 3600.0
-"""For a swap that is under way; longer than any client keeps its connection."""
 
 FolderPath = Annotated[str, Field(min_length=1, max_length=4096)]
 WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_S)]

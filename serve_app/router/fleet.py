@@ -21,6 +21,7 @@ from serve_app.messages import (
     SwapRequest,
     SwapResult,
 )
+from serve_app.protocol.errors import SwapUnfinished
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.version_watch import FleetVersions, VersionWatch
 from serve_app.settings import AppSettings
@@ -172,7 +173,10 @@ class Fleet:
         return status
 
     async def swap(self, request: SwapRequest) -> SwapResult:
-        """Replaces the weights of the whole fleet; raises WeightsError and its kinds when the old ones stay."""
+        """Replaces the weights of the whole fleet; raises WeightsError and its kinds when the old ones stay.
+
+        Raises SwapUnfinished where it goes on for longer than its deadlines allow.
+        """
         return await self._changed(self._controller.swap.remote(request), request)
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
@@ -180,7 +184,17 @@ class Fleet:
         return await self._changed(self._controller.rollback.remote(request), request)
 
     async def _changed(self, response: Any, options: SwapOptions) -> SwapResult:
-        result: SwapResult = await call(response, timeout_s=self._swap_timeout_s(options), whom="the weight controller")
+        timeout_s = self._swap_timeout_s(options)
+        clock = asyncio.timeout(timeout_s)
+        try:
+            async with clock:
+                # With its own deadline beyond this one, which says more.
+                result: SwapResult = await call(response, timeout_s=2 * timeout_s, whom="the weight controller")
+        except TimeoutError:
+            raise SwapUnfinished(
+                f"the swap is still under way after {timeout_s:g} s and goes on; GET /admin/weights says what becomes "
+                "of it"
+            ) from None
         self._note(result.version)
         return result
 
@@ -203,13 +217,20 @@ class Fleet:
         return await call(response, timeout_s=SWAP_MARGIN_S, whom="the weight controller")
 
     def _swap_timeout_s(self, options: SwapOptions) -> float:
-        """Gives what a swap may take by its own deadlines, each replica after the other where it is rolling."""
+        """Gives what a swap may take by its own deadlines, each replica after the other where it is rolling.
+
+        That is once more where it may have to go back, and with the hub's time where a hub is asked.
+        """
         weights = self._weights
         finish_s = options.finish_timeout_s or weights.finish_timeout_s
         turns = self._max_replicas if options.strategy == "rolling" else 1
         read_s = weights.stage_timeout_s * (2 if options.verify else 1)
         # Aborting, voting, committing and resuming have the same deadline.
-        return read_s + turns * (finish_s + 4 * weights.commit_timeout_s) + options.wait_s + SWAP_MARGIN_S
+        run_s = read_s + turns * (finish_s + 4 * weights.commit_timeout_s)
+        num_runs = 2 if options.on_failure == "rollback" else 1
+        is_of_hub = isinstance(options, SwapRequest) and options.source.hub is not None
+        fetch_s = weights.fetch_timeout_s if is_of_hub else 0.0
+        return num_runs * run_s + fetch_s + options.wait_s + SWAP_MARGIN_S
 
     async def metrics(self) -> list[str]:
         """Gives the expositions of all routers, all replicas and the controller that answer in time."""

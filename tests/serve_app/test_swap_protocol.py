@@ -1,17 +1,20 @@
 """The phases of a swap between controller and replicas, with what may go wrong in each. Simulated, in virtual time."""
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid
+from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.controller import WeightController
-from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapRequest, WeightSource
+from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOrder, SwapRequest, WeightSource
 from serve_app.protocol.errors import LeaseGone, VersionUnavailable
-from tests.serve_app.simulated_fleet import SETTINGS, Replica, SimulatedFleet
+from serve_app.swap_turn import SwapTurn
+from tests.serve_app.simulated_fleet import SETTINGS, Replica, SimulatedFleet, committed_of
 from tests.serve_app.virtual_loop import VirtualLoop
 
 
@@ -200,6 +203,62 @@ def test_a_vote_whose_decision_was_not_written_is_undone_by_the_next_controller(
     fleet.pass_time(20)
     assert_all_serve(fleet, 1)
     assert swapped(fleet, "/2").version == 2
+
+
+def test_an_answer_of_before_an_order_does_not_drop_what_the_order_has_staged(fleet: SimulatedFleet) -> None:
+    follower = fleet.replicas["r0"].follower
+    committed = committed_of(fleet)
+
+    async def meet() -> None:
+        order = SwapOrder("new", 2, WeightSource("/1"))
+        seen = follower.num_changes
+        # Both find the lock free; the order takes it first.
+        await asyncio.gather(follower.stage(order), follower.settle(committed, seen=seen))
+        assert follower.staged_swap_id == "new"
+
+    fleet.loop.run(meet())
+
+
+# Whose turn it is
+
+
+def test_a_swap_that_does_not_wait_is_refused_where_another_has_waited_for_the_turn(fleet: SimulatedFleet) -> None:
+    turn = SwapTurn()
+
+    async def take(wait_s: float, seconds: float) -> None:
+        async with turn.taken(wait_s=wait_s):
+            await asyncio.sleep(seconds)
+
+    async def come() -> None:
+        waiter = asyncio.ensure_future(take(10.0, 5.0))
+        async with asyncio.TaskGroup() as group:
+            async with turn.taken(wait_s=0.0):
+                group.create_task(_done(waiter))
+                await asyncio.sleep(1)
+            with pytest.raises(SwapConflict, match="another swap is under way"):
+                await take(0.0, 0.0)
+
+    fleet.loop.run(come())
+
+
+@pytest.mark.parametrize("seconds", [100.0, 4000.0])
+def test_a_download_holds_no_other_swap_up_and_ends(
+    fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    assert fleet.weights is not None
+    monkeypatch.setattr("serve_app.fleet_weights.fetch_from_hub", lambda source: replace(source, path="/2"))
+    delays = iter([seconds])
+    fleet.loop.thread_delay = lambda: next(delays, 0.0)
+    fetched = fleet.request(fleet.weights.swap(SwapRequest(WeightSource(hub="org/name"))))
+    fleet.pass_time(1)
+    assert swapped(fleet, "/1").version == 2
+    if seconds < SETTINGS.fetch_timeout_s:
+        assert fleet.loop.run(_done(fetched)).version == 3
+        assert_all_serve(fleet, 3)
+        return
+    with pytest.raises(WeightsSourceError, match="org/name was not fetched from the hub within 3600 s"):
+        fleet.loop.run(_done(fetched))
+    assert_all_serve(fleet, 2)
 
 
 # Rolling
@@ -536,6 +595,9 @@ def test_a_pause_that_one_replica_cannot_keep_pauses_none(fleet: SimulatedFleet)
         ({"max_paused": 2}, "for strategy 'rolling' alone"),
         ({"strategy": "rolling", "max_paused": 0}, "max_paused is 0"),
         ({"finish_timeout_s": -1.0}, "finish_timeout_s is -1.0"),
+        ({"finish_timeout_s": math.inf}, "finish_timeout_s is inf; it must be above 0 and at most 3600"),
+        ({"wait_s": -1.0}, "wait_s is -1.0; it must be 0 to 3600"),
+        ({"wait_s": math.nan}, "wait_s is nan"),
         ({"probes": Probes([[1]])}, "each needs 2 to"),
         ({"probes": Probes([[1, 2]], [[0.0, 0.0]])}, "does not fit its prompts"),
     ],
