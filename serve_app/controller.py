@@ -99,7 +99,7 @@ class WeightController:
 
     async def open_session(self, request: SessionRequest) -> SessionState:
         """Opens a swap session for weights that come as tensors; see `SwapSessions`."""
-        if self._expiry is None:
+        if self._expiry is None or self._expiry.done():
             # In an empty context, as Serve ends what a request has started together with the request.
             self._expiry = asyncio.get_running_loop().create_task(self._expire_sessions(), context=Context())
         return await run_uninterrupted(self._sessions.open(request))

@@ -166,13 +166,20 @@ class SwapSessions:
     async def expire(self) -> None:
         """Aborts the sessions whose lease has run out, and forgets those that ended long ago."""
         now = self._clock()
-        for session_id, session in list(self._open.items()):
+        for session in list(self._open.values()):
             is_busy = session.lock.locked() or session.commit is not None
             if session.lease_until < now and not is_busy:
-                lease_s = session.request.lease_s
-                await self.abort(session_id, f"its owner was not heard of for {lease_s:g} s, the lease it asked for")
+                await self._expire(session)
         recent = [(name, ended) for name, ended in self._ended.items() if now - ended.at < KEPT_ENDED_S]
         self._ended = dict(recent[-KEPT_ENDED:])
+
+    async def _expire(self, session: _Session) -> None:
+        session_id, lease_s = session.request.session_id, session.request.lease_s
+        try:
+            await self.abort(session_id, f"its owner was not heard of for {lease_s:g} s, the lease it asked for")
+        except Exception:
+            # The others have to end as well.
+            logger.exception("event=session_not_expired session=%s", session_id)
 
     async def prune(self) -> None:
         """Keeps the store within its bound; does nothing where another controller has taken the history over."""
@@ -267,9 +274,11 @@ class SwapSessions:
         self._open.pop(session_id, None)
         # A copy of an error has no traceback, whose frames would keep a bucket in the object store.
         self._ended[session_id] = _Ended(self._clock(), copy(outcome))
-        self._on_end(session_id)
-        if session.folder is None or not self._is_remembered(session.folder):
-            await asyncio.to_thread(session.writer.drop)
+        try:
+            if session.folder is None or not self._is_remembered(session.folder):
+                await asyncio.to_thread(session.writer.drop)
+        finally:
+            self._on_end(session_id)
         logger.info("event=session_ended session=%s outcome=%s", session_id, type(outcome).__name__)
 
     def _is_remembered(self, folder: str) -> bool:

@@ -27,7 +27,7 @@ from serve_app.messages import (
     TokenEvent,
     WeightSource,
 )
-from serve_app.protocol.errors import DeadlineExceeded
+from serve_app.protocol.errors import DeadlineExceeded, NoReplica
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.service import Prompt
 
@@ -41,6 +41,8 @@ LEASE_S = 60.0
 """Of a swap session: a trainer that is alive renews it four times as often."""
 STATUS_INTERVAL_S = 0.2
 """Between two looks of one that waits; replicas report once a second."""
+LOOK_S = 1.0
+"""What a look may take at least, also where hardly any time is left to wait."""
 
 
 class Pitstop:
@@ -116,6 +118,8 @@ class Pitstop:
             raise ValueError(
                 "num_return_sequences is above 1; a batch has one output for each prompt, so repeat the prompt"
             )
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent is {max_concurrent}; it must be at least 1")
         places = asyncio.Semaphore(max_concurrent)
 
         async def complete(prompt: Prompt, params: SamplingParams | None) -> Completion | PitstopError:
@@ -186,7 +190,7 @@ class Pitstop:
         """Waits until every replica serves at least this version; raises DeadlineExceeded when it takes too long."""
         give_up_at = asyncio.get_running_loop().time() + timeout_s
         while True:
-            status = await self.status()
+            status = await self._look(version, give_up_at, timeout_s=timeout_s)
             behind = [report.replica_id for report in status.replicas if report.version < version]
             if status.replicas and not behind and status.committed.version >= version:
                 return status
@@ -230,11 +234,25 @@ class Pitstop:
 
     async def status(self) -> FleetStatus:
         """Gives the committed weights and what every replica reports."""
-        return await call(self._handle.status.remote(), timeout_s=self._timeout_s, whom="the router")
+        return await self._status(self._timeout_s)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Gives the ids of a prompt, chat template included."""
         return await call(self._handle.tokenize.remote(prompt), timeout_s=self._timeout_s, whom="the router")
+
+    async def _look(self, version: int, give_up_at: float, *, timeout_s: float) -> FleetStatus:
+        left_s = max(LOOK_S, give_up_at - asyncio.get_running_loop().time())
+        try:
+            return await self._status(min(left_s, self._timeout_s))
+        except NoReplica as error:
+            if asyncio.get_running_loop().time() < give_up_at:
+                raise
+            raise DeadlineExceeded(
+                f"it is not known whether weight version {version} was served within {timeout_s:g} s: {error}"
+            ) from error
+
+    async def _status(self, timeout_s: float) -> FleetStatus:
+        return await call(self._handle.status.remote(), timeout_s=timeout_s, whom="the router")
 
     async def _complete(self, ask: Callable[[], AsyncGenerator[TokenEvent, None]]) -> Completion:
         retry_s = FIRST_RETRY_S

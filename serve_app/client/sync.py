@@ -1,6 +1,7 @@
 """The application for code without an event loop."""
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -16,6 +17,8 @@ from serve_app.messages import FleetStatus, PauseLease, RollbackRequest, SwapReq
 from serve_app.router.service import Prompt
 
 T = TypeVar("T")
+CLOSE_TIMEOUT_S = 5.0
+"""For what is under way to end when the client is closed; a request that is given up is cancelled in a moment."""
 
 
 class SyncPitstop:
@@ -23,6 +26,10 @@ class SyncPitstop:
 
     def __init__(self, pitstop: Pitstop) -> None:
         self._pitstop = pitstop
+        self._is_closed = False
+        # So that nothing is begun that nobody ends any more.
+        self._closing = threading.Lock()
+        self._pending: set[concurrent.futures.Future[Any]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="pitstop-client", daemon=True)
         self._thread.start()
@@ -54,7 +61,9 @@ class SyncPitstop:
             while (event := self._wait(_next(events))) is not None:
                 yield event
         finally:
-            self._wait(events.aclose())
+            # Closing the client has ended it otherwise.
+            if not self._is_closed:
+                self._wait(events.aclose())
 
     def generate_batch(
         self,
@@ -121,11 +130,17 @@ class SyncPitstop:
         return self._wait(self._pitstop.tokenize(prompt))
 
     def close(self) -> None:
-        """Ends the thread; the application runs on."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-            self._loop.close()
+        """Ends the thread, and with it what other threads wait for; the application runs on."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        asyncio.run_coroutine_threadsafe(_end_tasks(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        for work in list(self._pending):
+            work.cancel()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -136,7 +151,29 @@ class SyncPitstop:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Raises RuntimeError where the client is closed, also meanwhile."""
+        with self._closing:
+            if self._is_closed:
+                work.close()
+                raise RuntimeError("the client is closed; make another")
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._pending.add(future)
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError:
+            raise RuntimeError("the client was closed while this was waited for") from None
+        finally:
+            self._pending.discard(future)
+
+
+async def _end_tasks() -> None:
+    """Cancels all that this event loop does, and closes the streams that are open in it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+    await asyncio.get_running_loop().shutdown_asyncgens()
 
 
 async def _next(events: AsyncGenerator[TokenEvent, None]) -> TokenEvent | None:

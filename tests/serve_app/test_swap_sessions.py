@@ -173,6 +173,25 @@ async def test_a_session_whose_owner_is_silent_is_aborted(fleet: Fleet) -> None:
     assert fleet.left() == []
 
 
+async def test_a_session_that_fails_to_end_does_not_keep_the_others_from_ending(fleet: Fleet) -> None:
+    ends: list[str] = []
+
+    def on_end(session_id: str) -> None:
+        ends.append(session_id)
+        raise OSError("the receiver does not end")
+
+    fleet.on_end = on_end
+    for session_id in ("one", "two"):
+        await fleet.open(session_id)
+        await fleet.put(0, session_id, w=torch.zeros(4))
+    fleet.now = LEASE_S + 1
+    await fleet.sessions.expire()
+    assert ends == ["one", "two"]
+    assert fleet.left() == []
+    with pytest.raises(SwapSessionGone, match="not heard of for 10 s"):
+        await fleet.sessions.renew("two")
+
+
 async def test_a_commit_outlives_the_lease(fleet: Fleet) -> None:
     await fleet.open()
     await fleet.put(0, w=torch.zeros(4))
