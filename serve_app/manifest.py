@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from serve_app.durable_files import sync_folder, write_durably
 from serve_app.messages import CommittedVersion
 from serve_app.protocol.errors import ManifestError, ManifestTaken
 
@@ -210,27 +211,6 @@ def _decode(content: bytes) -> Manifest:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file whose content outlives a crash; its name does so only once the folder is synced."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        left = memoryview(content)
-        while left:
-            left = left[os.write(descriptor, left) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, and with them a rename."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _this_process() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from serve_app.manifest import sync_folder, write_durably
+from serve_app.durable_files import sync_folder, write_durably
 from serve_app.messages import StagedDetails
 from serve_app.protocol.errors import ManifestError
 

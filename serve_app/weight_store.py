@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine import WeightsError
-from serve_app.manifest import sync_folder, write_durably
+from serve_app.durable_files import sync_folder, write_durably
 from serve_app.safetensors_reader import read_tensors
 from serve_app.safetensors_writer import SafetensorsWriter
 from serve_app.tensor_pieces import TensorPiece
