@@ -71,7 +71,7 @@ class NoModel:
     def __init__(self, config: ResolvedConfig) -> None:
         self._config = config
         self._device = torch.device("cpu")
-        self._cache = KVCache([LayerShape(1, 1, 1, 1)], config, dtype=torch.float32, device=self._device)
+        self._cache = KVCache([LayerShape(1, 1, 1)], config, dtype=torch.float32, device=self._device)
 
     def launch(self, plan: StepPlan) -> FinishedStep:
         """Gives a token for each row that samples."""

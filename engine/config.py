@@ -166,8 +166,3 @@ class ResolvedConfig:
         """Gives the group of a layer that sees `window` tokens; one that sees as many as fit sees everything."""
         sees_all = window is None or window >= self.max_model_len
         return self.windows.index(None if sees_all else window)
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the whole cache holds."""
-        return self.num_blocks * self.page_size

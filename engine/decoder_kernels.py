@@ -103,7 +103,7 @@ def finish(
     gate_PKL, up_PKL = gate
     down_PKL, down_bias = down
     normed_MD, gated_MF = room
-    num_rows, num_gates = len(rows_MD), len(gate_PKL)
+    num_rows, num_panels = len(rows_MD), len(gate_PKL)
     num_parts = min(len(product_PKL), num_threads)
     for part in prange(num_parts):
         for p in range(len(product_PKL) * part // num_parts, len(product_PKL) * (part + 1) // num_parts):
@@ -112,10 +112,10 @@ def finish(
             _add_to(attended_MN, product_PKL, p, product_bias, out_MD)
     for m in prange(num_rows):
         normalize_row(out_MD[m], weight_D, offset, epsilon, normed_MD[m])
-    num_parts = min(num_gates, num_threads)
+    num_parts = min(num_panels, num_threads)
     for part in prange(num_parts):
         pair_2ML = np.empty((2, num_rows, PANEL), np.float32)
-        for p in range(num_gates * part // num_parts, num_gates * (part + 1) // num_parts):
+        for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
             gate_panel(normed_MD, gate_PKL, up_PKL, p, pair_2ML, gated_MF)
     num_parts = min(len(down_PKL), num_threads)
     for part in prange(num_parts):

@@ -78,7 +78,7 @@ class _Shape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    num_gates: int
+    num_gate_columns: int
     room: "_Room"
 
 
@@ -176,7 +176,10 @@ class FusedLayer:
             weights.norms[1],
             weights.gates,
             weights.down,
-            (room.take("normed", num_rows, self._shape.width), room.take("gated", num_rows, self._shape.num_gates)),
+            (
+                room.take("normed", num_rows, self._shape.width),
+                room.take("gated", num_rows, self._shape.num_gate_columns),
+            ),
             out_1MD.numpy()[0],
             torch.get_num_threads(),
         )
@@ -286,7 +289,7 @@ def _probed(layer: Any, tools: _Tools) -> _Shape | None:
         num_heads=int(heads[0]),
         num_kv_heads=int(heads[1]),
         head_dim=head_dim,
-        num_gates=layer.mlp.gate_proj.out_features,
+        num_gate_columns=layer.mlp.gate_proj.out_features,
         room=_Room(),
     )
     trial = PackedWeights(layer, PanelProducts())

@@ -23,12 +23,11 @@ CHUNK_TOKENS = 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer stores per token, how many query heads share a kv head, and how it looks back."""
+    """What one attention layer stores per token, and how it looks back."""
 
     num_kv_heads: int
     key_width: int
     value_width: int
-    num_query_groups: int
     window: int | None = None
     has_sinks: bool = False
 

@@ -240,7 +240,6 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             num_kv_heads=key.shape[1],
             key_width=key.shape[3],
             value_width=value.shape[3],
-            num_query_groups=query.shape[1] // key.shape[1],
             window=rules["sliding_window"],
             has_sinks=rules["s_aux"] is not None,
         )

@@ -56,16 +56,19 @@ class Outbox:
     def deliver(self, outputs: list[GenerationOutput]) -> list[str]:
         """Hands the outputs of one step over; gives the ids whose event loop is closed: nobody reads them."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]] = {}
+        has_stored = False
         with self._changed:
             for output in outputs:
                 handler = self._handlers.get(output.request_id)
                 if handler is None:
                     self._store(output)
+                    has_stored = True
                     continue
                 by_loop.setdefault(handler[0], []).append((handler[1], output))
                 if output.is_finished():
                     del self._handlers[output.request_id]
-            self._changed.notify_all()
+            if has_stored:
+                self._changed.notify_all()
         orphans = []
         for loop, calls in by_loop.items():
             try:

@@ -66,28 +66,31 @@ def new_tokens(shape: LayerShape, number: int) -> tuple[Tensor, Tensor]:
     return key, value
 
 
-SHAPES: list[tuple[LayerShape, dict[str, Any]]] = [
-    (LayerShape(2, 16, 16, 1), {}),
-    (LayerShape(3, 64, 64, 3), {}),
-    (LayerShape(1, 80, 72, 2, window=70), {}),
-    (LayerShape(1, 40, 24, 8), {}),
-    (LayerShape(2, 16, 16, 2, window=1), {}),
-    (LayerShape(2, 16, 16, 2, window=50), {}),
-    (LayerShape(2, 16, 16, 2, window=50), {"softcap": 2.0, "sinks": torch.tensor([0.5, -3.0, 9.0, 0.0])}),
-    (LayerShape(2, 7, 5, 3), {"softcap": 30.0}),
-    (LayerShape(1, 16, 16, 2), {"sinks": torch.tensor([1.0, float("-inf")])}),
+SHAPES: list[tuple[LayerShape, int, dict[str, Any]]] = [
+    (LayerShape(2, 16, 16), 1, {}),
+    (LayerShape(3, 64, 64), 3, {}),
+    (LayerShape(1, 80, 72, window=70), 2, {}),
+    (LayerShape(1, 40, 24), 8, {}),
+    (LayerShape(2, 16, 16, window=1), 2, {}),
+    (LayerShape(2, 16, 16, window=50), 2, {}),
+    (LayerShape(2, 16, 16, window=50), 2, {"softcap": 2.0, "sinks": torch.tensor([0.5, -3.0, 9.0, 0.0])}),
+    (LayerShape(2, 7, 5), 3, {"softcap": 30.0}),
+    (LayerShape(1, 16, 16), 2, {"sinks": torch.tensor([1.0, float("-inf")])}),
 ]
+"""With how many query heads share a kv head, and the rules of the layer."""
 
 
-@pytest.mark.parametrize(("shape", "rules"), SHAPES, ids=str)
+@pytest.mark.parametrize(("shape", "num_groups", "rules"), SHAPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_the_kernel_gives_what_the_reference_gives(shape: LayerShape, rules: dict[str, Any], num_threads: int) -> None:
+def test_the_kernel_gives_what_the_reference_gives(
+    shape: LayerShape, num_groups: int, rules: dict[str, Any], num_threads: int
+) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(num_threads)
     reference, in_place, cache = views_of(shape)
     num_tokens = len(reference.slots_T)
     new_HTD = new_tokens(shape, num_tokens)
-    query_HGTD = torch.randn(shape.num_kv_heads, shape.num_query_groups, num_tokens, shape.key_width)
+    query_HGTD = torch.randn(shape.num_kv_heads, num_groups, num_tokens, shape.key_width)
     layer_rules = LayerRules(layer=0, scale=shape.key_width**-0.5, **rules)
     expected = sdpa.attend(reference, query_HGTD, *new_HTD, layer_rules)
     for view in cache.chunks(0):
@@ -98,7 +101,7 @@ def test_the_kernel_gives_what_the_reference_gives(shape: LayerShape, rules: dic
 
 
 def test_a_key_that_is_nan_shows_in_its_own_row_alone() -> None:
-    shape = LayerShape(2, 16, 16, 2)
+    shape = LayerShape(2, 16, 16)
     torch.manual_seed(0)
     _, view, cache = views_of(shape)
     new_HTD = new_tokens(shape, len(view.slots_T))

@@ -130,7 +130,7 @@ def test_where_flash_cannot_be_used_torch_computes_and_one_line_says_why(
 
 def test_the_limits_of_the_real_kernels() -> None:
     real = FlashKernels(varlen=KERNELS.varlen, decode=KERNELS.decode)
-    layers = [LayerShape(num_kv_heads=2, key_width=128, value_width=128, num_query_groups=4)]
+    layers = [LayerShape(num_kv_heads=2, key_width=128, value_width=128)]
     assert objection_to_flash(real, layers, dtype=torch.bfloat16, page_size=256) is None
     assert objection_to_flash(real, layers, dtype=torch.float16, page_size=512) is None
     assert "multiple of 256" in str(objection_to_flash(real, layers, dtype=torch.bfloat16, page_size=128))

@@ -108,7 +108,7 @@ def view_of(ends: list[int]) -> tuple[LayerView, list[PlannedRow], KVCache]:
         vocab_size=10, allow_block_sharing=True, safety_margin=0, max_queue_size=0, target_step_s=None, seed=0,
         return_logprobs=False,
     )  # fmt: skip
-    cache = KVCache([LayerShape(1, 1, 1, 1)], config, dtype=torch.float32, device=torch.device("cpu"))
+    cache = KVCache([LayerShape(1, 1, 1)], config, dtype=torch.float32, device=torch.device("cpu"))
     table = list(range(7, 7 + 160))
     rows = [PlannedRow(_request(), end - 1, [1], [table], samples=True) for end in ends]
     return build_batch(rows, cache, (None,), torch.device("cpu")).step.views[0], rows, cache

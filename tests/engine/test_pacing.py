@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_runs import prompt_of, running
+from engine_runs import StepGate, prompt_of, running
 from tiny_models import tiny_model
 
 from engine import pacing
@@ -34,14 +34,17 @@ def test_staging_rests_between_tensors_while_requests_run(tmp_path: Path, monkey
     slept = []
     monkeypatch.setattr(pacing, "sleep", slept.append)
     tiny_model(seed=2).save_pretrained(tmp_path)
-    with running(tiny_model(seed=1)) as manager:
+    model = tiny_model(seed=1)
+    with running(model) as manager:
         manager.stage_weights(tmp_path)
         assert slept == []
-        request_id = manager.add_request(prompt_of(30), max_new_tokens=400, streaming=True)
-        assert manager.get_result(request_id, timeout=30.0) is not None
+        gate = StepGate(model)
+        request_id = manager.add_request(prompt_of(30), max_new_tokens=4, streaming=True)
+        gate.wait()
+        gate.step()
         manager.stage_weights(tmp_path)
-        manager.cancel_request(request_id)
         assert len(slept) >= 21
+        gate.open()
         assert list(manager.request_id_iter(request_id))
 
 
