@@ -1,10 +1,7 @@
 """A real application on a real Ray: started once by a test module, on free ports of loopback, and stopped after."""
 
-import asyncio
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import httpx
 import pytest
@@ -14,6 +11,7 @@ from ray import serve
 from serve_app.app import build_app
 from serve_app.settings import AppSettings
 from tests.ports import free_port
+from tests.waiting import DEADLINE_S
 
 APP_NAME = "pitstop"
 ADMIN_KEY = "a-key-for-tests-only"
@@ -24,10 +22,6 @@ ENVIRONMENT = {
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
-DEADLINE_S = 60.0
-"""For anything that is waited for; a replica starts in about ten seconds on two busy cores."""
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -58,19 +52,6 @@ def kill_actor_of(deployment: str, *, replica_id: str = "") -> None:
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     name = next(name for name in names if name.startswith(prefix))
     ray.kill(ray.get_actor(name, namespace="serve"))
-
-
-async def eventually(
-    look: Callable[[], Awaitable[T]], *, until: Callable[[T], Any], deadline_s: float = DEADLINE_S
-) -> T:
-    """Gives the first result that satisfies `until`; fails with the last one after the deadline."""
-    end = time.monotonic() + deadline_s
-    while True:
-        result = await look()
-        if until(result):
-            return result
-        assert time.monotonic() < end, f"not within {deadline_s} s; the last was {result!r}"
-        await asyncio.sleep(0.05)
 
 
 def _start_ray(num_cpus: int) -> None:

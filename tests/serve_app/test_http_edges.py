@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from serve_app.settings import AppSettings, parse_settings
 from tests.serve_app.local_app import DEADLINE_S, LocalApp, local_app
 from tests.serve_app.tiny_model import make_model_folder
+from tests.waiting import eventually
 
 MODEL = "tiny"
 KEYS = {"alice": "alice-0123456789abcdef", "bob": "bob-0123456789abcdef", "": "nobody-0123456789abcdef"}
@@ -58,13 +58,6 @@ def client(app: LocalApp, name: str | None = "alice") -> httpx.AsyncClient:
 async def http(app: LocalApp) -> AsyncIterator[httpx.AsyncClient]:
     async with client(app) as opened:
         yield opened
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline, "never came true"
-        await asyncio.sleep(0.01)
 
 
 async def test_everything_but_probes_and_metrics_needs_a_key(app: LocalApp) -> None:

@@ -6,8 +6,7 @@ Beside each of them a witness streams, and its text must not change; at the end 
 import asyncio
 import json
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from hypothesis import settings as hypothesis_settings
 from serve_app.settings import parse_settings
 from tests.serve_app.local_app import DEADLINE_S, LocalApp, local_app
 from tests.serve_app.tiny_model import make_model_folder
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 MODEL = "tiny"
@@ -45,13 +45,6 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
         parse_settings({"model": folder, "served_model_name": MODEL, "engine": engine, "limits": limits})
     ) as running:
         yield running
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline, "never came true"
-        await asyncio.sleep(0.01)
 
 
 async def witnessed(http: httpx.AsyncClient) -> str:

@@ -1,7 +1,6 @@
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from serve_app.settings import AppSettings
 from tests.ports import free_port
 from tests.serve_app.router_fakes import FakeController, FakeEngine
 from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "correct-horse-battery-staple"
@@ -86,13 +86,6 @@ async def sse(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> lis
         lines = [line async for line in response.aiter_lines() if line]
     assert all(line.startswith("data: ") for line in lines)
     return [line if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
-
-
-async def eventually(holds: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not await holds():
-        assert time.monotonic() < deadline, "never came true"
-        await asyncio.sleep(0.02)
 
 
 async def num_open(application: str = "pitstop") -> int:

@@ -21,8 +21,9 @@ from serve_app.client import Pitstop, connect
 from serve_app.messages import FleetStatus, SwapResult
 from serve_app.protocol.errors import NoReplica, ReplicaLost
 from serve_app.settings import parse_settings
-from tests.serve_app.running_app import APP_NAME, eventually, running_app
+from tests.serve_app.running_app import APP_NAME, running_app
 from tests.serve_app.tiny_model import make_folder_that_draws
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,9 @@ from engine import InvalidRequest, PitstopError, SamplingParams, WeightsInvalid
 from serve_app.client import Completion, Pitstop, connect
 from serve_app.protocol.errors import ReplicaLost
 from serve_app.settings import parse_settings
-from tests.serve_app.running_app import APP_NAME, eventually, running_app
+from tests.serve_app.running_app import APP_NAME, running_app
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow  # several Ray processes a rank take over a minute to start and to be killed
 

@@ -18,8 +18,9 @@ from serve_app.client import Pitstop, SyncPitstop, connect
 from serve_app.messages import FleetStatus
 from serve_app.protocol.errors import DeadlineExceeded
 from serve_app.settings import AppSettings, parse_settings
-from tests.serve_app.running_app import eventually, kill_actor_of, running_app
+from tests.serve_app.running_app import kill_actor_of, running_app
 from tests.serve_app.tiny_model import WEIGHTS_FILE, make_model_folder
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 

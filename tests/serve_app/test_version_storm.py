@@ -18,8 +18,9 @@ from engine import SamplingParams, WeightVersionGone
 from serve_app.client import Completion, Pitstop, connect
 from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.settings import AppSettings, parse_settings
-from tests.serve_app.running_app import APP_NAME, eventually, http_client, running_app
+from tests.serve_app.running_app import APP_NAME, http_client, running_app
 from tests.serve_app.tiny_model import make_folder_that_draws
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
