@@ -104,13 +104,17 @@ def test_deltas_put_together_do_not_depend_on_the_cuts(style: ToolStyle, data: s
     assert parse(style, pieces) == parse(style, [text]) == parse(style, list(text))
 
 
-@settings(max_examples=100, deadline=None)
-@given(value=st.dictionaries(st.text(), st.recursive(st.none() | st.text() | st.floats(allow_nan=False), st.lists)))
-def test_arguments_come_out_as_they_were_written(value: dict[str, object]) -> None:
-    for ascii_only in (True, False):
-        arguments = json.dumps(value, ensure_ascii=ascii_only)
-        text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
-        assert parse(HERMES, [text]) == ("", [("weather", arguments)])
+@pytest.mark.parametrize("num_examples", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_arguments_come_out_as_they_were_written(num_examples: int) -> None:
+    @settings(max_examples=num_examples, deadline=None)
+    @given(value=st.dictionaries(st.text(), st.recursive(st.none() | st.text() | st.floats(allow_nan=False), st.lists)))
+    def check(value: dict[str, object]) -> None:
+        for ascii_only in (True, False):
+            arguments = json.dumps(value, ensure_ascii=ascii_only)
+            text = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+            assert parse(HERMES, [text]) == ("", [("weather", arguments)])
+
+    check()
 
 
 @pytest.mark.parametrize(
