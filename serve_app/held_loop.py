@@ -13,8 +13,12 @@ from engine import ParkedLoop
 class SwapHold:
     """The loop parked for one swap at a time. One event loop only."""
 
-    def __init__(self, parked: ParkedLoop, *, swap_id: str, lease_s: float, on_expiry: Callable[[], None]) -> None:
+    def __init__(
+        self, parked: ParkedLoop, *, swap_id: str, lease_s: float, pinned: str, on_expiry: Callable[[], None]
+    ) -> None:
         self.parked = parked
+        self.pinned = pinned
+        """What the swap it was parked for did with pinned requests."""
         self._on_expiry = on_expiry
         self._lease: asyncio.TimerHandle | None = None
         self.take_over(swap_id, lease_s)

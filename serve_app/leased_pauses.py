@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from engine import ContinuousBatchingManager, ParkedLoop, PitstopError
+from engine import ContinuousBatchingManager, ParkedLoop, PitstopError, WeightsError
 from serve_app.messages import PauseOrder, SwapReply
 from serve_app.uninterrupted import run_uninterrupted
 
@@ -30,6 +30,7 @@ class LeasedPauses:
         self._leases: dict[str, tuple[float, PauseOrder]] = {}
         self._ended: deque[str] = deque(maxlen=NUM_ENDED)
         self._parked: ParkedLoop | None = None
+        self._parked_in_flight = ""
         self._following = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -46,8 +47,13 @@ class LeasedPauses:
 
     async def pause(self, order: PauseOrder) -> SwapReply:
         """Stands still until the lease is over; the same lease again puts its end off."""
+        is_new = order.lease_id not in self._leases
         self._put(order)
         error = await self.follow()
+        if error is None and order.in_flight == "finish" and self._parked_in_flight != "finish" and self.is_parked:
+            if is_new:
+                self._leases.pop(order.lease_id, None)
+            error = WeightsError("this replica stands still already, so nothing can finish; end the other pause first")
         return SwapReply(
             self._replica_id,
             self._manager.weight_version,
@@ -96,6 +102,7 @@ class LeasedPauses:
         self._parked = await asyncio.to_thread(
             self._manager.park, timeout_s=timeout_s, in_flight=order.in_flight, pinned="end"
         )
+        self._parked_in_flight = order.in_flight
 
     def _put(self, order: PauseOrder) -> None:
         if order.lease_id not in self._ended:

@@ -19,6 +19,9 @@ logger = logging.getLogger("ray.serve.pitstop")
 FINISH_MARGIN_S = 5.0
 """For the answer of a replica that has waited for its requests as long as it may."""
 
+DETAILS_ATTEMPTS = 3
+"""A replica that died withholds the answers of all until Ray has noticed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checked:
@@ -141,7 +144,7 @@ class TwoPhaseSwap:
         running.staged = [replies[name] for name in sorted(replies)]
         running.participants = frozenset(replies)
         digest = _common_digest(running.staged)
-        running.details = await self._details(order, running.staged[0].replica_id)
+        running.details = await self._details(running)
         return await self._history.keep_details(replace(version, digest=digest), running.details)
 
     async def _stage_alone(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
@@ -152,11 +155,16 @@ class TwoPhaseSwap:
         running.staged = [SwapReply("", 0, ok=True, digest=checked.digest, num_bytes=checked.num_bytes)]
         return await self._history.keep_details(replace(version, digest=checked.digest), checked.details)
 
-    async def _details(self, order: SwapOrder, name: str) -> StagedDetails:
+    async def _details(self, running: _Running) -> StagedDetails:
+        order, name = running.order, running.staged[0].replica_id
         wanted = replace(order, targets=frozenset((name,)))
-        for answer in await self._calls.tell("details", wanted, timeout_s=self._settings.commit_timeout_s):
-            if isinstance(answer, StagedDetails):
-                return answer
+        for _ in range(DETAILS_ATTEMPTS):
+            for answer in await self._calls.tell("details", wanted, timeout_s=self._settings.commit_timeout_s):
+                if isinstance(answer, StagedDetails):
+                    return answer
+        # One that is silent withholds the answers of all.
+        if silent := sorted(running.participants - self._reports.names()):
+            raise WeightsError(f"replica {silent[0]} staged the weights but is silent since; try again")
         raise WeightsError(f"replica {name} staged the weights but did not say what they are; try again")
 
     # Synchronous

@@ -64,6 +64,8 @@ class WeightFollower:
         self._base_path = base_path
         self._lock = asyncio.Lock()
         self._staged: _Staged | None = None
+        self._retired: StagedWeights | None = None
+        """The set that no longer serves, kept until the engine runs again: freeing it takes time."""
         self._hold: SwapHold | None = None
         self._drained_for: str | None = None
         self._ended: deque[str] = deque(maxlen=NUM_ENDED_SWAPS)
@@ -283,6 +285,8 @@ class WeightFollower:
         if order.swap_id in self._ended:
             raise WeightsError("this swap is over")
         self._discard()
+        # Where the engine still stands still for the swap before: no more than two sets fit.
+        await self._free_retired()
         if order.version <= self.version:
             raise WeightsError(f"version {order.version} is not above {self.version}, which is served already")
         started = time.perf_counter()
@@ -323,6 +327,11 @@ class WeightFollower:
             if hold.swap_id != order.swap_id:
                 if order.in_flight == "finish":
                     raise WeightsError(f"this replica stands still since swap {hold.swap_id}, so nothing can finish")
+                if order.pinned == "finish" and hold.pinned == "end":
+                    raise WeightsError(
+                        f"it stands still since swap {hold.swap_id}, for which pinned requests were not to finish; "
+                        "try again when it has resumed, or set pinned to end"
+                    )
                 # What it stood still for is over, as the controller drives this one; the loop need not run between.
                 hold.take_over(order.swap_id, order.lease_s)
             return self._reply()
@@ -336,6 +345,7 @@ class WeightFollower:
             parked,
             swap_id=order.swap_id,
             lease_s=order.lease_s,
+            pinned=order.pinned,
             on_expiry=self._lease_expired,
         )
         return self._reply()
@@ -363,8 +373,10 @@ class WeightFollower:
         try:
             await asyncio.to_thread(self._exchange, staged.weights, order)
         finally:
-            # Frees the set that does not serve: the old one, or after a failure the new one.
-            await asyncio.to_thread(staged.weights.discard)
+            # The set that does not serve: the old one, or after a failure the new one.
+            self._retired = staged.weights
+            if self._hold is None:
+                await self._free_retired()
             self._drained_for = None
         self._served_digests = digests
         self.source = order.source
@@ -372,7 +384,8 @@ class WeightFollower:
         self.is_lagging = False
         self.is_corrupt = False
         self.error = None
-        logger.info("event=weights_committed version=%d paused_s=%.4f", order.version, self._paused_s)
+        # How long it stood still is known when it runs again.
+        logger.info("event=weights_committed version=%d", order.version)
         return self._reply(paused_s=self._paused_s)
 
     def _exchange(self, weights: StagedWeights, order: SwapOrder) -> None:
@@ -442,6 +455,13 @@ class WeightFollower:
         if hold is not None:
             hold.end_lease()
             self._paused_s = await asyncio.to_thread(hold.parked.resume)
+            logger.info("event=swap_resumed version=%d paused_s=%.4f", self.version, self._paused_s)
+        await self._free_retired()
+
+    async def _free_retired(self) -> None:
+        retired, self._retired = self._retired, None
+        if retired is not None:
+            await asyncio.to_thread(retired.discard)
 
     def _check_staged(self, order: SwapOrder) -> None:
         if order.swap_id in self._ended:

@@ -11,10 +11,10 @@ import pytest
 
 from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.controller import WeightController
-from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOrder, SwapRequest, WeightSource
+from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOrder, SwapReply, SwapRequest, WeightSource
 from serve_app.protocol.errors import LeaseGone, VersionUnavailable
 from serve_app.swap_turn import SwapTurn
-from tests.serve_app.simulated_fleet import SETTINGS, Replica, SimulatedFleet, committed_of
+from tests.serve_app.simulated_fleet import SETTINGS, FakeStaged, Replica, SimulatedFleet, committed_of
 from tests.serve_app.virtual_loop import VirtualLoop
 
 
@@ -217,6 +217,49 @@ def test_an_answer_of_before_an_order_does_not_drop_what_the_order_has_staged(fl
         assert follower.staged_swap_id == "new"
 
     fleet.loop.run(meet())
+
+
+def test_the_old_weights_are_freed_after_the_engine_runs_again(
+    fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parks: list[int] = []
+    monkeypatch.setattr(FakeStaged, "discard", lambda _: parks.append(len(fleet.replicas["r0"].engine.parks)))
+    fleet.kill("r1")
+    fleet.kill("r2")
+    fleet.pass_time(10)
+    swapped(fleet, "/1")
+    assert parks == [0]
+
+
+def test_a_silent_replica_is_named_where_nobody_can_say_what_is_staged(fleet: SimulatedFleet) -> None:
+    fleet.before_call = falls_silent_in(fleet, "details", "r2")
+    assert "replica r2 staged the weights but is silent since" in refused(fleet, "/1")
+
+
+def test_a_replica_that_is_slow_for_a_while_does_not_lose_what_is_staged(fleet: SimulatedFleet) -> None:
+    async def linger(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("details", "r2") and fleet.loop.time() < SETTINGS.commit_timeout_s:
+            await asyncio.sleep(SETTINGS.commit_timeout_s + 5)
+
+    fleet.before_call = linger
+    assert swapped(fleet, "/1").version == 2
+
+
+def test_a_swap_that_lets_pinned_requests_finish_does_not_take_a_hold_over_that_ends_them(
+    fleet: SimulatedFleet,
+) -> None:
+    follower = fleet.replicas["r0"].follower
+
+    async def meet(pinned: str) -> SwapReply:
+        for swap_id, how in (("first" + pinned, "end"), ("second" + pinned, pinned)):
+            order = SwapOrder(swap_id, 2, WeightSource("/1"), pinned=how, lease_s=60.0, finish_timeout_s=1.0)
+            await follower.stage(order)
+            reply = await follower.park(order)
+        return reply
+
+    assert "were not to finish" in str(fleet.loop.run(meet("finish")).error)
+    fleet.pass_time(5)
+    assert fleet.loop.run(meet("end")).ok
 
 
 # Whose turn it is
@@ -508,6 +551,18 @@ def test_a_pause_ends_when_it_is_told_to_and_others_go_on(fleet: SimulatedFleet)
     assert fleet.generating() == {}
     assert fleet.loop.run(fleet.weights.resume()) == [second.lease_id]
     assert_all_serve(fleet, 1)
+
+
+def test_a_pause_that_lets_requests_finish_is_refused_where_the_fleet_stands_still(fleet: SimulatedFleet) -> None:
+    assert fleet.weights is not None
+    first = fleet.loop.run(fleet.weights.pause(PauseRequest(50.0)))
+    with pytest.raises(WeightsError, match="stands still already, so nothing can finish"):
+        fleet.loop.run(fleet.weights.pause(PauseRequest(50.0, "finish")))
+    fleet.loop.run(fleet.weights.resume(first.lease_id))
+    assert_all_serve(fleet, 1)
+    fleet.loop.run(fleet.weights.pause(PauseRequest(50.0, "finish")))
+    fleet.loop.run(fleet.weights.pause(PauseRequest(50.0, "finish")))
+    assert fleet.generating() == {}
 
 
 def test_a_replica_that_starts_during_a_pause_stands_still_too(fleet: SimulatedFleet) -> None:
