@@ -480,7 +480,7 @@ def test_a_manager_that_nobody_holds_ends(model: PreTrainedModel) -> None:
     assert not thread.is_alive()
 
 
-@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("is_async", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_forgotten_manager_does_not_keep_the_interpreter_alive(is_async: bool) -> None:
     script = f"""
         from tests.engine.tiny_models import tiny_model
