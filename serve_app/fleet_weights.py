@@ -80,6 +80,8 @@ class FleetWeights:
         )
         self._leases = PauseLeases(finish_timeout_s=settings.finish_timeout_s)
         self._stragglers = Stragglers(self._reports, converge_timeout_s=settings.converge_timeout_s)
+        self._killing: set[asyncio.Task[None]] = set()
+        """The event loop holds tasks weakly only."""
         self._problem: tuple[int, str] | None = None
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
@@ -379,7 +381,9 @@ class FleetWeights:
         for name in self._stragglers.overdue(self._history.newest.version):
             logger.error("event=replica_replaced replica=%s reason='it did not catch up'", name)
             self._reports.forget(name)
-            self._killing = asyncio.get_running_loop().create_task(run_uninterrupted(self._end_replica(name)))
+            killing = asyncio.get_running_loop().create_task(run_uninterrupted(self._end_replica(name)))
+            self._killing.add(killing)
+            killing.add_done_callback(self._killing.discard)
 
     async def _end_replica(self, name: str) -> None:
         await self._kill(name)

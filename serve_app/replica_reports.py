@@ -37,10 +37,6 @@ class ReplicaReports:
         self._reports = {name: entry for name, entry in self._reports.items() if entry[0] >= oldest}
         return self._reports.keys()
 
-    def version_of(self, replica_id: str) -> int | None:
-        """Gives the version a replica serves, None where it is not heard of."""
-        return self._reports[replica_id][1].version if replica_id in self.names() else None
-
     def newest_version(self) -> ReplicaReport | None:
         """Gives the report of the highest version."""
         return max((self._reports[name][1] for name in self.names()), key=lambda report: report.version, default=None)

@@ -40,7 +40,7 @@ class SwapTurn:
         self.refuse_if_taken(wait_s=wait_s)
         self._num_waiting += 1
         try:
-            # None waits for nobody then.
+            # With no wait_s nobody is in its way.
             async with asyncio.timeout(wait_s if wait_s > 0 else None):
                 await self._lock.acquire()
         except TimeoutError:
