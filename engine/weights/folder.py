@@ -6,6 +6,7 @@ https://github.com/huggingface/safetensors (8 bytes of header length, a JSON hea
 
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ def open_folder(path: str) -> Iterator[dict[str, StoredTensor]]:
     ends.
     """
     with ExitStack() as stack:
-        files = [stack.enter_context(_open(file)) for file in _weight_files(Path(path))]
+        files = [stack.enter_context(_open(file)) for file in _found_files(path)]
         before = [_fingerprint(file) for file in files]
         tensors: dict[str, StoredTensor] = {}
         for file in files:
@@ -93,6 +94,14 @@ def open_folder(path: str) -> Iterator[dict[str, StoredTensor]]:
                 raise WeightsSourceError(
                     f"{file.name} was changed while it was read; stage it again when it is complete"
                 )
+
+
+def _found_files(path: str) -> list[Path]:
+    try:
+        return _weight_files(Path(path))
+    except OSError as error:
+        # A name too long, a folder that may not be entered: as much the caller's to mend as one that is missing.
+        raise WeightsSourceError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -111,9 +120,11 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _indexed_files(index: Path) -> list[Path]:
+    with _open(index) as file:
+        content = file.readall()
     try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(json.loads(content)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsSourceError(f"{index} is not an index of safetensors files: {error!r}") from error
     for name in names:
         if Path(name).name != name:
@@ -122,10 +133,20 @@ def _indexed_files(index: Path) -> list[Path]:
 
 
 def _open(path: Path) -> FileIO:
+    """Gives a regular file, open; whatever else has that name might never answer a read."""
     try:
-        return FileIO(path, "rb")
+        file = FileIO(path, "rb", opener=_open_at_once)
     except OSError as error:
         raise WeightsSourceError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise WeightsSourceError(f"{path} is not a regular file; weights are read from files alone")
+    return file
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # A named pipe would have its reader wait for a writer, who may never come.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _fingerprint(file: FileIO) -> tuple[int, int]:

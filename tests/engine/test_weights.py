@@ -257,6 +257,18 @@ def test_a_broken_index_is_named(index: str, tmp_path: Path) -> None:
         stage_weights(tiny_model(), str(tmp_path))
 
 
+@pytest.mark.parametrize("name", [SINGLE, "model.safetensors.index.json"])
+def test_a_pipe_in_a_folder_is_refused_and_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(WeightsSourceError, match=f"{name} is not a regular file"):
+        stage_weights(tiny_model(), str(tmp_path))
+
+
+def test_a_name_that_is_too_long_is_refused() -> None:
+    with pytest.raises(WeightsSourceError, match="File name too long"):
+        stage_weights(tiny_model(), "/" + "x" * 4000)
+
+
 def test_a_missing_or_empty_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsSourceError, match="there is no folder /nowhere"):
         stage_weights(tiny_model(), "/nowhere")
