@@ -12,6 +12,8 @@ MAX_LAYERS = 64
 MAX_PROBES = 64
 MAX_PROBE_LENGTH = 4096
 """Probes run while staging, beside generation; they are for a look and not for a benchmark."""
+MIN_LEASE_S = 1.0
+"""The fleet has to be told and stand still within it; as the shortest of a swap session."""
 MAX_LEASE_S = 3600.0
 """A trainer that is gone must not keep a fleet still for longer."""
 CHOICES = {
@@ -93,8 +95,8 @@ def check_pause(request: PauseRequest) -> None:
 
 def check_lease(lease_s: float) -> None:
     """Raises InvalidRequest."""
-    if not 0 < lease_s <= MAX_LEASE_S:
-        raise InvalidRequest(f"lease_s is {lease_s}; it must be above 0 and at most {MAX_LEASE_S:g}", "lease_s")
+    if not MIN_LEASE_S <= lease_s <= MAX_LEASE_S:
+        raise InvalidRequest(f"lease_s is {lease_s}; it must be {MIN_LEASE_S:g} to {MAX_LEASE_S:g}", "lease_s")
 
 
 def _check_probes(probes: Probes) -> None:

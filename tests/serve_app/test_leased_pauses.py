@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 
-from engine import WeightsError
+from engine import InvalidRequest, WeightsError
 from serve_app import leased_pauses
 from serve_app.leased_pauses import LeasedPauses
-from serve_app.messages import PauseOrder
+from serve_app.messages import PauseOrder, PauseRequest
+from serve_app.swap_checks import check_pause
 
 DEADLINE_S = 30.0
 
@@ -46,3 +47,13 @@ async def test_a_loop_that_does_not_resume_is_tried_again(monkeypatch: pytest.Mo
         await pauses.follow()
     assert not pauses.is_parked
     assert manager.num_attempts == 2
+
+
+@pytest.mark.parametrize("lease_s", [1e-12, 0.999, 3600.1, float("nan"), float("inf")])
+def test_a_lease_that_no_fleet_can_keep_is_refused(lease_s: float) -> None:
+    with pytest.raises(InvalidRequest, match=r"lease_s is .*; it must be 1 to 3600"):
+        check_pause(PauseRequest(lease_s))
+
+
+def test_the_shortest_lease_is_taken() -> None:
+    check_pause(PauseRequest(1.0))
