@@ -77,7 +77,7 @@ class GenerationService:
         self.admission = Admission(settings.limits.max_queued_requests * settings.replicas.max)
 
     async def open(self, ask: Ask, *, first_index: int = 0) -> Generation:
-        """Opens the generation; its owner primes it and closes it. Raises ContextLengthExceeded and NoReplica.
+        """Opens the generation; its owner primes it and closes it. Raises InvalidRequest and NoReplica.
 
         first_index: the number of its first answer among all of the request.
         There is no await once the stream is open, so a caller cannot be cancelled between opening and owning it.
@@ -92,6 +92,13 @@ class GenerationService:
                 f"together they may be {limits.max_model_len} at most",
                 "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
             )
+        room = limits.max_model_len - num_prompt_tokens if wanted is None else wanted
+        if (ask.sampling.min_new_tokens or 0) > room:
+            raise InvalidRequest(
+                f"min_new_tokens is {ask.sampling.min_new_tokens}, and the answer ends after {room} tokens; "
+                "ask for fewer, or raise the limit",
+                "min_new_tokens",
+            )
         num_sequences = ask.sampling.num_return_sequences or 1
         request = GenerateRequest(
             # Ours and not the client's: two clients may send the same id, and both are to be served.
@@ -101,7 +108,7 @@ class GenerationService:
             hints=replace(
                 ask.hints,
                 max_prompt_length=num_prompt_tokens,
-                max_generated_length=limits.max_model_len - num_prompt_tokens if wanted is None else wanted,
+                max_generated_length=room,
                 num_requests=num_sequences,
             ),
             cache_salt=ask.cache_salt,

@@ -238,6 +238,7 @@ async def test_a_chat_ends_where_it_is_asked_to(http: httpx.AsyncClient, options
     ({"priority": 3}, "priority"), ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"hints": {"expected_output_tokens": 0}}, "hints.expected_output_tokens"),
     ({"logit_bias": {"257": 1}}, "logit_bias"), ({"allowed_token_ids": [300]}, "allowed_token_ids"),
+    ({"min_tokens": 2}, "min_tokens"), ({"max_tokens": None, "min_tokens": 10**30}, "min_tokens"),
 ])  # fmt: skip
 async def test_hints_and_templates_are_refused_by_name(
     http: httpx.AsyncClient, options: dict[str, Any], param: str
