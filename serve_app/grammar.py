@@ -7,6 +7,7 @@ bounds by itself what a grammar may cost, is under the MIT licence and needs no 
 
 import asyncio
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,9 @@ MAX_KEPT = 64
 """Compiled grammars; with the limits below one takes a few megabytes at most."""
 COMPILE_TIMEOUT_S = 5.0
 """A hundred times what the largest grammar within the limits takes; the queue before the compiler counts as well."""
+STACK_BYTES = 512 * 2**20
+"""Of the compiler's thread, reserved and taken as it is used: the library recurses into rules that lead to rules, about
+5 kB for each of up to 16,000 in a text, and an overflow would kill the process. Using a grammar does not recurse."""
 MAX_REASON_LENGTH = 300
 """Characters of the compiler's own words that a client is told; it quotes the grammar."""
 WHITESPACE = r"[ \n]{0,32}"
@@ -91,7 +95,7 @@ class GrammarCompiler:
         self._end_ids = tuple(end_ids)
         # Spelt out, or the library guesses one.
         self._own_end = self._end_ids[0] if self._end_ids else vocab_size - 1
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pitstop-grammars")
+        self._thread = _deep_thread()
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
 
@@ -163,6 +167,17 @@ class _Forget:
 
     def __call__(self) -> None:
         self._compiled.pop(self._digest, None)
+
+
+def _deep_thread() -> ThreadPoolExecutor:
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pitstop-grammars")
+    # Set for the whole process: a thread that another one starts just now reserves as much, which costs it nothing.
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        executor.submit(int)
+    finally:
+        threading.stack_size(usual)
+    return executor
 
 
 def _in_library_terms(grammar: Grammar) -> str:

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from engine import InvalidRequest, TokenConstraint
 from serve_app.grammar import GrammarCompiler, GrammarConstraint
 from serve_app.messages import Grammar, GrammarKind
+from serve_app.protocol.structure import MAX_GRAMMAR_LENGTH
 
 MORE_IDS = 11
 """A model may have scores for ids that its tokenizer does not know."""
@@ -251,6 +252,46 @@ async def test_a_costly_grammar_is_compiled_or_refused_and_the_next_request_is_s
         random.Random(1),
     )
     assert text is None or "a" in json.loads(text)
+
+
+def chain(rule: str, last: str, links: int, join: str = "\n") -> str:
+    return join.join([rule % (i, i + 1) for i in range(links)] + [last % links])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "answer"),
+    [
+        (
+            GrammarKind.JSON_SCHEMA,
+            chain('"a%d":{"$ref":"#/$defs/a%d"}', '"a%d":{"const":7}', 2400, ",").join(
+                ['{"$ref":"#/$defs/a0","$defs":{', "}}"]
+            ),
+            "7",
+        ),
+        (
+            GrammarKind.JSON_SCHEMA,
+            chain('"a%d":{"items":{"$ref":"#/$defs/a%d"}}', '"a%d":{"const":7}', 1500, ",").join(
+                ['{"$ref":"#/$defs/a0","$defs":{', "}}"]
+            ),
+            None,
+        ),
+        (GrammarKind.EBNF, "start: r0\n" + chain("r%d:r%d", 'r%d:"a"', 8000), "a"),
+        (GrammarKind.EBNF, "start: R0\n" + chain("R%d:R%d", 'R%d:"a"', 8000), "a"),
+        (GrammarKind.EBNF, "start: r0\n" + chain('r%d:r%d "b"|"c"', 'r%d:"a"', 5000), None),
+        (GrammarKind.EBNF, "root ::= r0\n" + chain("r%d ::= r%d", 'r%d ::= "a"', 3000), "a"),
+    ],
+    ids=["refs", "items", "rules", "terminals", "choices", "gbnf"],
+)
+async def test_rules_that_lead_to_rules_by_the_thousand_end_no_process(
+    kind: GrammarKind, text: str, answer: str | None
+) -> None:
+    """Where the library overflowed its stack, no Python code could catch it: this test run would be over."""
+    assert len(text) <= MAX_GRAMMAR_LENGTH
+    constraint = await COMPILERS["bytes"].constraint(Grammar(kind, text, "x"))
+    if answer is not None:
+        assert walk(constraint, TOKENIZERS["bytes"], random.Random(0), most=20) == answer
+    else:
+        assert allowed(constraint, TOKENIZERS["bytes"])
 
 
 async def test_a_tokenizer_without_a_fast_form_is_refused() -> None:
