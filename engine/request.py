@@ -214,7 +214,8 @@ class GenerationOutput:
     prompt_logprobs, prompt_top_logprobs: one per token of the prompt but the first where asked for, else empty; whole
         from the first generated token on, the same object in every output.
     created_time, lifespan, timestamps: `time.perf_counter()` seconds; lifespan is (first scheduled, ended), -1 unset.
-    weight_versions: spans over generated_tokens, in order, without gaps.
+    weight_versions: spans over generated_tokens, in order, without gaps; an empty one where the prompt was computed
+    alone.
     num_cached_tokens: prompt tokens taken from the prefix cache when the request was first scheduled.
     """
 

@@ -177,6 +177,8 @@ class Scheduler:
                 self._append(request, sample, now)
                 told.append(request)
             elif request.max_new_tokens == 0 and row.end == len(request.prompt_ids):
+                # No token of it, and yet these weights have scored the prompt.
+                request.spans.append(WeightSpan(self.version, 0, 0))
                 self._end(request, FinishReason.LENGTH, now)
                 told.append(request)
         return told

@@ -133,4 +133,5 @@ def _ending(output: GenerationOutput | None) -> tuple[str | None, str | None]:
 def _clip(spans: tuple[WeightSpan, ...], start: int, end: int) -> tuple[WeightSpan, ...]:
     """Gives the parts of `spans` that lie in [start, end), positions unchanged."""
     clipped = (WeightSpan(span.version, max(span.start, start), min(span.end, end)) for span in spans)
-    return tuple(span for span in clipped if span.start < span.end)
+    # An empty span at the start is of who has only scored a prompt.
+    return tuple(span for span in clipped if span.start < span.end or span.start == span.end == 0)

@@ -100,10 +100,13 @@ class Answer:
 
     @property
     def weight_versions(self) -> list[WeightSpan]:
-        """Spans over the tokens of the answer so far, in order, neighbours of one version joined."""
+        """Spans over the tokens of the answer so far, in order, neighbours of one version joined.
+
+        An answer without tokens has an empty one, of the weights that scored its prompt.
+        """
         # A stop string may have cut the last event short.
         clipped = [WeightSpan(span.version, span.start, min(span.end, self.num_tokens)) for span in self._spans]
-        return [span for span in clipped if span.start < span.end]
+        return [span for span in clipped if span.start < span.end or self.num_tokens == 0]
 
     @property
     def latest_version(self) -> int | None:
@@ -114,7 +117,7 @@ class Answer:
         for span in spans:
             if self._spans and self._spans[-1].version == span.version:
                 self._spans[-1] = replace(self._spans[-1], end=span.end)
-            elif span.start < self.num_tokens:
+            elif span.start < self.num_tokens or span.end == 0:
                 piece.begins_version = True
                 self._spans.append(span)
 

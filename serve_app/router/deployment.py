@@ -184,7 +184,11 @@ async def _token_events(generation: Generation) -> AsyncGenerator[TokenEvent, No
             event, start = events[piece.index], starts[piece.index]
             end = starts[piece.index] = start + len(piece.token_ids)
             # A stop string may have cut the event short.
-            spans = tuple(replace(span, end=min(span.end, end)) for span in event.weight_versions if span.start < end)
+            spans = tuple(
+                replace(span, end=min(span.end, end))
+                for span in event.weight_versions
+                if span.start < end or span.end == 0
+            )
             yield replace(
                 event,
                 token_ids=piece.token_ids,

@@ -93,6 +93,8 @@ async def test_a_prompt_is_echoed_with_its_log_probabilities(http: httpx.AsyncCl
     num_prompt_tokens = alone["usage"]["prompt_tokens"]
     assert alone["usage"]["completion_tokens"] == 0
     only = alone["choices"][0]
+    assert only["weight_versions"] == [{"version": 1, "start": 0, "end": 0}]
+    assert alone["system_fingerprint"] == f"{MODEL}@1"
     assert (only["text"], only["finish_reason"]) == (PROMPT, "length")
     first = only["logprobs"]
     assert {len(first[name]) for name in first} == {num_prompt_tokens}
