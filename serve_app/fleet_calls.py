@@ -8,8 +8,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Set
 from typing import Any
 
+from ray.exceptions import RayActorError
+
 from engine import InvalidRequest, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.messages import PauseOrder, SwapOrder, SwapReply
+from serve_app.protocol.errors import ReplicaGone
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
 
@@ -155,6 +158,11 @@ class _Sending:
 def raise_refusals(answers: Iterable[SwapReply | BaseException]) -> None:
     """Raises the first refusal as the error it was, naming the replica."""
     for answer in answers:
+        if isinstance(answer, RayActorError):
+            # Ray's own words are of its actors, which nobody outside knows.
+            raise ReplicaGone(
+                "a replica went away before it had answered; the weights are those of before, so try again"
+            ) from answer
         if isinstance(answer, BaseException):
             raise WeightsError(f"a replica failed: {answer}") from answer
         if answer.ok:

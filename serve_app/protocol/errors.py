@@ -15,6 +15,7 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── WeightVersionUnavailable        the least weight version asked for is not served yet
 └── WeightsError                    engine.errors
     ├── LeaseGone                   the pause to renew or end is over
+    ├── ReplicaGone                 a replica went away before it had answered to a swap or a pause
     ├── RollingFailed               a replica failed in a rolling swap, and all went back
     ├── VersionUnavailable          the version to go back to is not in the history, or its weights are gone
     ├── SwapSessionGone             the swap session has ended, or its lease has
@@ -92,6 +93,10 @@ class LeaseGone(WeightsError):
     """The pause that was to be renewed or ended is over, so the fleet generates."""
 
 
+class ReplicaGone(WeightsError):
+    """A replica went away before it had answered to a swap or a pause; nothing has changed, and one may try again."""
+
+
 class RollingFailed(WeightsError):
     """A replica failed in a rolling swap that was to be rolled back then; the message says which, why and what is."""
 
@@ -150,6 +155,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     VersionUnavailable: ErrorRule(409, "invalid_request_error", "version_unavailable"),
     SwapSessionGone: ErrorRule(409, "invalid_request_error", "swap_session_gone"),
     LeaseGone: ErrorRule(409, "invalid_request_error", "lease_gone"),
+    ReplicaGone: ErrorRule(503, "server_error", "replica_gone"),
     RollingFailed: ErrorRule(500, "server_error", "rolling_failed"),
     ManifestError: ErrorRule(500, "server_error", "manifest_error"),
     ManifestTaken: ErrorRule(409, "invalid_request_error", "manifest_taken"),
