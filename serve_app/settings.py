@@ -366,12 +366,13 @@ def parse_keys(source: KeySource, *, what: str) -> dict[str, str | None]:
     text = source.text or ("" if source.path is None else _read_text(source.path, what))
     lines = [line.strip() for line in text.splitlines()]
     keys: dict[str, str | None] = {}
+    place = source.path or "the environment"
     for line in lines:
         if line and not line.startswith("#"):
             key, _, tenant = line.partition(" ") if source.has_tenants else (line, "", "")
-            keys[_checked_key(key, what)] = tenant.strip() or None
+            keys[_checked_key(key, f"{what} in {place}")] = tenant.strip() or None
     if source.is_set and not keys:
-        raise ValueError(f"there is no {what} in {source.path or 'the environment'}")
+        raise ValueError(f"there is no {what} in {place}")
     return keys
 
 

@@ -73,7 +73,7 @@ def _end(child: subprocess.Popen[bytes] | None) -> None:
 def _run(startup: Startup) -> None:
     with progress("starting Ray and Serve") as report:
         startup.wait(report)
-    _announce(startup.config)
+    announce(startup.config)
     startup.child.wait()
     raise CommandFailed(f"Ray Serve ended by itself: {startup.last_lines()}")
 
@@ -81,13 +81,14 @@ def _run(startup: Startup) -> None:
 def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str]:
     """Check settings, model and memory, put the model's folder and name into config; give the child's environment."""
     # Importing the engine's torch takes seconds, which the other commands and refusals need not wait for.
-    from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_settings
+    from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_keys, parse_settings
 
     try:
         if (unknown := config.unknown_key()) is not None:
             raise ValueError(f"{unknown} is not a key of a Serve config; remove or correct it")
         settings = parse_settings(config.args)
         has_admin_key = settings.admin_key() is not None
+        parse_keys(settings.api_keys(), what="API key")
     except ValueError as error:
         raise CommandFailed(str(error)) from error
     config.args["served_model_name"] = settings.model_name
@@ -99,15 +100,20 @@ def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str
     return inherited_environment(defaults=SERVE_DEFAULTS, added=added)
 
 
-def _announce(config: ServeConfig) -> None:
+def announce(config: ServeConfig) -> None:
     """Three lines on stdout: where it listens, a request to try, and how to change the weights."""
+    from serve_app.settings import parse_settings
+
     question = [{"role": "user", "content": "What is the capital of France?"}]
     request = json.dumps({"model": config.args["served_model_name"], "messages": question, "temperature": 0})
     options = "" if config.url == DEFAULT_URL else f" --url {config.url}"
     if config.args.get("admin_key_file"):
         options += f" --admin-key-file {config.args['admin_key_file']}"
+    headers = "-H 'content-type: application/json'"
+    if parse_settings(config.args).api_keys().is_set:
+        headers += " -H 'authorization: Bearer KEY'"
     typer.echo(f"ready:  {config.url}")
-    typer.echo(f"try:    curl {config.url}/v1/chat/completions -H 'content-type: application/json' -d '{request}'")
+    typer.echo(f"try:    curl {config.url}/v1/chat/completions {headers} -d '{request}'")
     typer.echo(f"swap:   {_program()} swap --path FOLDER{options}")
     sys.stdout.flush()
 

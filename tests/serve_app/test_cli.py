@@ -16,6 +16,7 @@ import yaml
 from serve_app.cli import main
 from serve_app.cli.admin import print_status
 from serve_app.cli.key_file import ensure_key_file, find_admin_key
+from serve_app.cli.launch import announce
 from serve_app.cli.serve_config import Overrides, read_config
 from serve_app.cli.startup import failure_in
 from serve_app.messages import (
@@ -86,6 +87,30 @@ def test_serve_says_how_to_get_the_default_model(
 ) -> None:
     assert run(monkeypatch, "serve", CONFIG, "--port", str(free_port), "--cache-dir", tmp_path) == 1
     assert "run `pitstop fetch`" in refusal(capsys)
+
+
+def test_serve_names_the_file_of_a_key_that_can_be_guessed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("short alice")
+    monkeypatch.setenv("PITSTOP_API_KEYS_FILE", str(keys))
+    assert run(monkeypatch, "serve", CONFIG, "--port", str(free_port), "--cache-dir", tmp_path) == 1
+    assert f"the API key in {keys} has 5 characters; use at least 16" in refusal(capsys)
+
+
+@pytest.mark.parametrize(("is_set", "told"), [(True, 1), (False, 0)])
+def test_the_request_to_try_has_a_key_where_one_is_needed(
+    is_set: bool, told: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("PITSTOP_API_KEYS_FILE", raising=False)
+    monkeypatch.setenv("PITSTOP_API_KEYS", "user-0123456789abcdef" if is_set else "")
+    config = read_config(CONFIG, Overrides())
+    config.args["served_model_name"] = "tiny"
+    announce(config)
+    shown = capsys.readouterr().out
+    assert shown.count("-H 'authorization: Bearer KEY'") == told
+    assert "0123456789abcdef" not in shown
 
 
 @pytest.mark.parametrize(
