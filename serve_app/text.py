@@ -17,6 +17,8 @@ from engine import InvalidRequest
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 32
 """Tokens that may wait for the rest of a character: four bytes make one, a few real U+FFFD may precede."""
+OWN_TEMPLATE_VALUES = frozenset({"messages", "conversations", "self"})
+"""Values that transformers gives every template itself, beside the arguments of `apply_chat_template`."""
 CONTEXT_TOKENS = 4
 """Tokens kept before a forced cut: the last three bytes may begin a character, and one stands before them."""
 
@@ -92,7 +94,8 @@ class Tokenizer:
 
     def _checked_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         # They stand beside transformers' own arguments, which are not the client's to set.
-        for name in values.keys() & inspect.signature(self._tokenizer.apply_chat_template).parameters:
+        taken = OWN_TEMPLATE_VALUES.union(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        for name in sorted(values.keys() & taken):
             raise InvalidRequest(f"chat_template_kwargs.{name} is not the chat template's", "chat_template_kwargs")
         return values
 

@@ -72,6 +72,10 @@ def _first_problem(problems: list[ErrorDetails]) -> InvalidRequest:
     # Of a union, pydantic reports every branch; the one that got deepest is the one that was meant.
     problem = max(problems, key=lambda candidate: len(candidate["loc"]))
     place = _name(problem["loc"])
+    if problem["type"].endswith("_type"):
+        # Another branch took the type of this value, and refused something else that the client can mend.
+        branches = (other for other in problems if _name(other["loc"]) == place)
+        problem = next((other for other in branches if not other["type"].endswith("_type")), problem)
     if problem["type"] == "extra_forbidden":
         # The client chose this name, which may look like anything; the others are ours.
         place = _join(_name(problem["loc"][:-1]), _readable(str(problem["loc"][-1])))

@@ -25,6 +25,19 @@ class TokenizeBody(ChatTemplateFields):
             raise InvalidRequest("give either prompt or messages", "prompt")
         return self
 
+    @model_validator(mode="after")
+    def _check_belongs(self) -> Self:
+        if self.prompt is not None:
+            for name in ChatTemplateFields.model_fields:
+                if getattr(self, name) is not None:
+                    raise InvalidRequest(f"{name} goes with messages, and a prompt has no template; leave it out", name)
+        elif self.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens goes with a prompt; those of messages are written by the chat template",
+                "add_special_tokens",
+            )
+        return self
+
 
 class Tokenized(BaseModel):
     """What `/tokenize` answers."""

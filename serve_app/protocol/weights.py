@@ -27,9 +27,9 @@ class SourceBody(RequestModel):
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if sum(given is not None for given in (self.path, self.layers, self.hub)) != 1:
-            raise InvalidRequest("source must hold one of path, layers and hub", "source")
+            raise InvalidRequest("must hold one of path, layers and hub")
         if self.revision is not None and self.hub is None:
-            raise InvalidRequest(f"source.revision is {self.revision!r}; only a hub has revisions", "source.revision")
+            raise InvalidRequest(f"revision is {self.revision!r}; only a hub has revisions", "revision")
         return self
 
     def source(self) -> WeightSource:

@@ -156,6 +156,10 @@ async def test_text_becomes_tokens_and_back(http: httpx.AsyncClient) -> None:
     ("/detokenize", {"tokens": [257]}, 400, "tokens"), ("/detokenize", {"tokens": ["a"]}, 400, "tokens[0]"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"), ("/v1/abort", {}, 400, "request_id"),
     ("/tokenize", {"prompt": "x" * 5000}, 413, None),
+    ("/tokenize", {"prompt": "a", "chat_template_kwargs": {"a": 1}}, 400, "chat_template_kwargs"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, 400, "add_generation_prompt"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}, 400,
+     "add_special_tokens"),
 ])  # fmt: skip
 async def test_text_routes_refuse_by_name(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], status: int, param: str | None
@@ -235,6 +239,8 @@ async def test_a_chat_ends_where_it_is_asked_to(http: httpx.AsyncClient, options
 @pytest.mark.parametrize(("options", "param"), [
     ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
     ({"priority": 3}, "priority"), ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"hints": {"expected_output_tokens": 0}}, "hints.expected_output_tokens"),
     ({"logit_bias": {"257": 1}}, "logit_bias"), ({"allowed_token_ids": [300]}, "allowed_token_ids"),

@@ -110,6 +110,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "dict"),
     ({"user": ""}, "user", "at least 1 character"),
     ({"cache_salt": "x" * 1025}, "cache_salt", "at most 1024"),
+    ({"structured_outputs": {"json": "x" * 200_000}}, "structured_outputs.json", "at most 131072"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str, message: str) -> None:
     got_param, got_message = refusal(chat, **fields)
@@ -241,16 +242,17 @@ def test_a_swap_names_its_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "param", "message"),
     [
-        ({}, "source must hold one of path, layers and hub"),
-        ({"path": "/weights", "hub": "org/name"}, "source must hold one of path, layers and hub"),
-        ({"path": "/weights", "revision": "v2"}, "source.revision is 'v2'; only a hub has revisions"),
+        ({}, "source", "source must hold one of path, layers and hub"),
+        ({"path": "/weights", "hub": "org/name"}, "source", "source must hold one of path, layers and hub"),
+        ({"path": "/weights", "revision": "v2"}, "source.revision", "source.revision is 'v2'; only a hub has"),
     ],
 )
-def test_a_source_that_is_none_or_two_is_refused(source: dict[str, str], message: str) -> None:
-    with pytest.raises(InvalidRequest, match=message):
+def test_a_source_that_is_none_or_two_is_refused(source: dict[str, str], param: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{message}") as raised:
         parse_body(SwapBody, json.dumps({"source": source}).encode())
+    assert raised.value.param == param
 
 
 def test_every_option_of_a_swap_reaches_the_request() -> None:
