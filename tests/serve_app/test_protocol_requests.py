@@ -277,7 +277,8 @@ def test_every_option_of_a_swap_reaches_the_request() -> None:
     assert request.probes == Probes([[1, 2]], [[-0.5]], 0.1)
     sent = {name: value for name, value in body.items() if name not in ("source", "probes")}
     assert {name: getattr(request, name) for name in sent} == sent
-    assert {field.name for field in dataclasses.fields(request)} == {*body, "requested_by"}
+    # No body names the version that has to be served: sessions do, of their own.
+    assert {field.name for field in dataclasses.fields(request)} == {*body, "requested_by", "base_version"}
 
 
 def test_every_option_of_a_rollback_reaches_the_request() -> None:
