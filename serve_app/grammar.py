@@ -18,7 +18,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from engine import InvalidRequest
+from engine import InvalidRequest, QueueFull
 from serve_app.messages import Grammar, GrammarKind
 
 MAX_KEPT = 64
@@ -30,6 +30,8 @@ STACK_BYTES = 512 * 2**20
 5 kB for each of up to 16,000 in a text, and an overflow would kill the process. Using a grammar does not recurse."""
 MAX_REASON_LENGTH = 300
 """Characters of the compiler's own words that a client is told; it quotes the grammar."""
+TRIED_TOKENS = 3
+"""Of a trial output before a grammar is taken: some are too costly only after the first token."""
 WHITESPACE = r"[ \n]{0,32}"
 """Between the tokens of JSON: enough for any indentation, and no endless blanks from a model that knows no better."""
 LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
@@ -105,7 +107,8 @@ class GrammarCompiler:
         """Gives the constraint of a new output. end_ids: None means the model's.
 
         Raises InvalidRequest, in the name of the parameter that the grammar came from, for one that is wrong, not
-        supported or too costly, and for a tokenizer that grammars cannot be compiled for.
+        supported or too costly, and for a tokenizer that grammars cannot be compiled for. Raises QueueFull where the
+        compiler was busy with others all the time.
         """
         digest = _digest(grammar)
         ends = frozenset(self._end_ids if end_ids is None else end_ids).union(stop_token_ids)
@@ -118,10 +121,14 @@ class GrammarCompiler:
         return GrammarConstraint(matcher.deep_copy(), ends, self._own_end, forget)
 
     async def _compile_beside(self, grammar: Grammar, digest: bytes) -> LLMatcher:
-        compiling = asyncio.get_running_loop().run_in_executor(self._thread, self._compile, grammar)
+        has_begun = threading.Event()
+        loop = asyncio.get_running_loop()
+        compiling = loop.run_in_executor(self._thread, self._compile, grammar, has_begun)
         try:
             matcher = await asyncio.wait_for(compiling, COMPILE_TIMEOUT_S + (self._tokenizer is None) * 60)
         except TimeoutError:
+            if not has_begun.is_set():
+                raise QueueFull(f"{grammar.param} waits behind slower grammars; try again in a few seconds") from None
             raise InvalidRequest(
                 f"{grammar.param} was not compiled within {COMPILE_TIMEOUT_S:g} s; make it simpler, or try again",
                 grammar.param,
@@ -131,17 +138,22 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
         return matcher
 
-    def _compile(self, grammar: Grammar) -> LLMatcher:
+    def _compile(self, grammar: Grammar, has_begun: threading.Event) -> LLMatcher:
+        has_begun.set()
         tokenizer = self._library_tokenizer(grammar.param)
         try:
             matcher = LLMatcher(tokenizer, _in_library_terms(grammar), log_level=0, limits=LIMITS)
             trial = matcher.deep_copy()
             if not trial.is_error():
                 # Some faults show at the first mask only: a reference to itself, say.
-                trial.compute_bitmask()
+                _try_out(trial)
             reason = trial.get_error()
         except Exception as error:  # noqa: BLE001  # the converter of GBNF raises bare ones
-            reason = str(error)
+            # The converter of GBNF reads on behind the end of a text that stops inside a string.
+            reason = "the grammar ends inside a string" if isinstance(error, IndexError) else str(error)
+            reason = reason or type(error).__name__
+        if "NoExtensionBias" in reason:
+            reason = "no answer can ever be complete under it: a rule or reference leads to itself, or nothing matches"
         if reason:
             raise InvalidRequest(f"{grammar.param} is refused: {_one_line(reason)}", grammar.param)
         return matcher
@@ -180,10 +192,26 @@ def _deep_thread() -> ThreadPoolExecutor:
     return executor
 
 
+def _try_out(trial: LLMatcher) -> None:
+    """Takes the first tokens as some output might; raises ValueError where none may come at all."""
+    for step in range(TRIED_TOKENS):
+        mask = trial.compute_bitmask()
+        allowed = next((8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte), None)
+        if trial.is_error() or trial.is_accepting():
+            return
+        if allowed is None:
+            if step == 0:
+                raise ValueError("no token of this model can begin an answer; special tokens are no text")
+            return
+        trial.consume_token(allowed)
+
+
 def _in_library_terms(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         return LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITESPACE})
     if grammar.kind is GrammarKind.REGEX:
+        if (len(grammar.text) - len(grammar.text.rstrip("\\"))) % 2:
+            raise ValueError("the regex ends in a lone backslash; write two for the character itself")
         # "\d" and its like mean ASCII, as they do to JSON schemas and to the peers.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
     if grammar.kind is GrammarKind.CHOICE:
@@ -196,7 +224,13 @@ def _in_library_terms(grammar: Grammar) -> str:
 
 
 def _digest(grammar: Grammar) -> bytes:
-    return blake2b(f"{grammar.kind}\0{grammar.text}".encode(), digest_size=16).digest()
+    try:
+        text = f"{grammar.kind}\0{grammar.text}".encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            f"{grammar.param} is refused: it holds half of a surrogate pair, which is no character", grammar.param
+        ) from None
+    return blake2b(text, digest_size=16).digest()
 
 
 def _one_line(reason: str) -> str:

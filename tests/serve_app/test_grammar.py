@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from engine import InvalidRequest, TokenConstraint
+from engine import InvalidRequest, QueueFull, TokenConstraint
 from serve_app.grammar import GrammarCompiler, GrammarConstraint
 from serve_app.messages import Grammar, GrammarKind
 from serve_app.protocol.structure import MAX_GRAMMAR_LENGTH
@@ -215,6 +216,18 @@ def nested(depth: int) -> dict[str, Any]:
         ),
         (GrammarKind.REGEX, "([", "regex"),
         (GrammarKind.REGEX, "(?=a)b", "look-around"),
+        (GrammarKind.REGEX, "a\\", "lone backslash"),
+        (GrammarKind.REGEX, "a\\\\\\", "lone backslash"),
+        (GrammarKind.REGEX, "\ud800", "surrogate"),
+        (GrammarKind.JSON_SCHEMA, '{"const": "\ud800"}', "surrogate"),
+        (GrammarKind.JSON_SCHEMA, '{"properties": {"\udc00": {}}}', "surrogate"),
+        (GrammarKind.LARK, 'start: %json {"title": "\ud800"}', "surrogate"),
+        (GrammarKind.REGEX, "(a{1000}){1000}", ""),
+        (GrammarKind.EBNF, 'start: "a"{1000000000}', ""),
+        (GrammarKind.CHOICE, json.dumps([TOKENIZERS["bytes"].eos_token]), ""),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "#"}', "leads to itself"),
+        (GrammarKind.REGEX, r"[^\s\S]", "nothing matches"),
+        (GrammarKind.EBNF, 'root ::= "a\\', "ends inside a string"),
         (GrammarKind.EBNF, "root ::= (", "Expected"),
         (GrammarKind.EBNF, 'x ::= "a"', "root"),
         (GrammarKind.EBNF, "start: missing", "missing"),
@@ -292,6 +305,18 @@ async def test_rules_that_lead_to_rules_by_the_thousand_end_no_process(
         assert walk(constraint, TOKENIZERS["bytes"], random.Random(0), most=20) == answer
     else:
         assert allowed(constraint, TOKENIZERS["bytes"])
+
+
+async def test_a_grammar_behind_a_slow_one_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve_app.grammar.COMPILE_TIMEOUT_S", 0.05)
+    compiler, release = compiler_of(TOKENIZERS["bytes"]), threading.Event()
+    compiler._tokenizer = compiler._library_tokenizer("x")
+    compiler._thread.submit(release.wait)
+    try:
+        with pytest.raises(QueueFull, match=r"^response_format waits behind slower grammars; try again"):
+            await compiler.constraint(Grammar(GrammarKind.REGEX, "a", "response_format"))
+    finally:
+        release.set()
 
 
 async def test_a_tokenizer_without_a_fast_form_is_refused() -> None:
