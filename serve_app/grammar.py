@@ -146,7 +146,7 @@ class GrammarCompiler:
             trial = matcher.deep_copy()
             if not trial.is_error():
                 # Some faults show at the first mask only: a reference to itself, say.
-                _try_out(trial)
+                _try_out(trial, self._own_end)
             reason = trial.get_error()
         except Exception as error:  # noqa: BLE001  # the converter of GBNF raises bare ones
             # The converter of GBNF reads on behind the end of a text that stops inside a string.
@@ -192,17 +192,16 @@ def _deep_thread() -> ThreadPoolExecutor:
     return executor
 
 
-def _try_out(trial: LLMatcher) -> None:
-    """Takes the first tokens as some output might; raises ValueError where none may come at all."""
-    for step in range(TRIED_TOKENS):
-        mask = trial.compute_bitmask()
-        allowed = next((8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte), None)
+def _try_out(trial: LLMatcher, own_end: int) -> None:
+    """Takes the first tokens as some output might; raises ValueError where none may come though more has to."""
+    for _ in range(TRIED_TOKENS):
+        mask = bytearray(trial.compute_bitmask())
         if trial.is_error() or trial.is_accepting():
             return
+        mask[own_end // 8] &= ~(1 << own_end % 8)
+        allowed = next((8 * i + (byte & -byte).bit_length() - 1 for i, byte in enumerate(mask) if byte), None)
         if allowed is None:
-            if step == 0:
-                raise ValueError("no token of this model can begin an answer; special tokens are no text")
-            return
+            raise ValueError("it comes to where no token may follow; the token that ends an answer cannot be in it")
         trial.consume_token(allowed)
 
 
