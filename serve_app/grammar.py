@@ -214,7 +214,8 @@ def _in_library_terms(grammar: Grammar) -> str:
         # "\d" and its like mean ASCII, as they do to JSON schemas and to the peers.
         return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(grammar.text, 'dws')}/")
     if grammar.kind is GrammarKind.CHOICE:
-        words = (json.dumps(word, ensure_ascii=False) for word in json.loads(grammar.text))
+        # The library takes no bare DEL in a text, which JSON does not escape.
+        words = (json.dumps(word, ensure_ascii=False).replace("\x7f", "\\u007f") for word in json.loads(grammar.text))
         return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
     if grammar.kind is GrammarKind.LARK:
         return LLMatcher.grammar_from_lark(grammar.text)

@@ -55,7 +55,8 @@ class StructuredOutputs(RequestModel):
     regex has to match the whole answer. grammar is GBNF (rules with "::=", from `root`) or Lark (from `start`).
     """
 
-    json_: dict[str, Any] | GrammarText | None = Field(default=None, alias="json")
+    # No bound here: a text that is too long would be told that it is no object.
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: GrammarText | None = None
     choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None

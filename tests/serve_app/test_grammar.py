@@ -131,7 +131,7 @@ async def test_answers_match_a_regex_whole(finished: list[str], kind: str, patte
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 async def test_answers_are_one_of_the_choices_and_each_may_come(kind: str) -> None:
-    words = ["ja", "nein", 'quote " and \\', "zwei\nZeilen", "日本", "nei"]
+    words = ["ja", "nein", 'quote " and \\', "zwei\nZeilen", "日本", "nei", "\x00\x01\x7f"]
     grammar = Grammar(GrammarKind.CHOICE, json.dumps(words), "structured_outputs")
     texts = {
         walk(await COMPILERS[kind].constraint(grammar), TOKENIZERS[kind], random.Random(seed)) for seed in range(80)

@@ -114,6 +114,7 @@ def test_an_older_name_is_refused_with_the_new_one() -> None:
 
 def test_a_schema_that_is_too_long_is_refused() -> None:
     schema = {"enum": ["x" * 1000 for _ in range(140)]}
-    with pytest.raises(InvalidRequest, match="a schema of 14") as refusal:
-        chat(structured_outputs={"json": schema}).grammar()
-    assert refusal.value.param == "structured_outputs"
+    for given in (schema, json.dumps(schema)):
+        with pytest.raises(InvalidRequest, match="a schema of 14") as refusal:
+            chat(structured_outputs={"json": given}).grammar()
+        assert refusal.value.param == "structured_outputs"
