@@ -27,12 +27,12 @@ from serve_app.settings import AppSettings, parse_settings
 from tests.serve_app.running_app import (
     ADMIN_KEY,
     APP_NAME,
-    eventually,
     http_client,
     kill_actor_of,
     running_app,
 )
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
+from tests.waiting import eventually
 
 MODEL = "tiny"
 MAX_MODEL_LEN = 1024

@@ -42,7 +42,7 @@ from serve_app.weight_follower import WeightFollower
 from serve_app.weight_history import WeightHistory
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
 
-SETTINGS = WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=0.5)
+SETTINGS = WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=2)
 DEADLINE_S = 30.0
 
 

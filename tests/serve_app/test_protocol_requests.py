@@ -110,7 +110,6 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "dict"),
     ({"user": ""}, "user", "at least 1 character"),
     ({"cache_salt": "x" * 1025}, "cache_salt", "at most 1024"),
-    ({"structured_outputs": {"json": "x" * 200_000}}, "structured_outputs.json", "at most 131072"),
 ])  # fmt: skip
 def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any], param: str, message: str) -> None:
     got_param, got_message = refusal(chat, **fields)
