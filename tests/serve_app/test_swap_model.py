@@ -213,7 +213,7 @@ class MixedMachine(FleetMachine):
 
 
 @pytest.mark.parametrize("machine", [FleetMachine, MixedMachine])
-@pytest.mark.parametrize("num_examples", [10, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_examples", [10, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_fleet_always_converges_to_one_version_and_resumes(machine: type[FleetMachine], num_examples: int) -> None:
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         machine,
