@@ -42,9 +42,10 @@ from engine.request import (
 )
 from engine.submission import sequence_ids
 from engine.weight_check import CheckedWeights, check_weights
-from engine.weights import StagedWeights, stage_weights
+from engine.weights import STORED_DTYPES, StagedWeights, stage_weights
 
 __all__ = [
+    "STORED_DTYPES",
     "CheckedWeights",
     "ContextLengthExceeded",
     "ContinuousBatchingConfig",

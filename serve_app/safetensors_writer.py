@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from engine import InvalidRequest, WeightsInvalid
-from serve_app.tensor_pieces import TORCH_DTYPES, TensorPiece
+from engine import STORED_DTYPES, InvalidRequest, WeightsInvalid
+from serve_app.tensor_pieces import TensorPiece
 
 HEADER_BYTES = 128 * 1024
 """Room for the header of a file: some thousand tensors."""
@@ -145,7 +145,7 @@ class SafetensorsWriter:
 
 
 def _check_described(piece: TensorPiece) -> None:
-    if piece.dtype not in TORCH_DTYPES:
+    if piece.dtype not in STORED_DTYPES:
         raise InvalidRequest(f"{piece.name} is of type {piece.dtype!r}, which is not known", "pieces")
     is_name = 0 < len(piece.name) <= MAX_NAME_LENGTH and piece.name != "__metadata__"
     if not is_name or min(piece.shape, default=0) < 0:

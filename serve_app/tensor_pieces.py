@@ -14,24 +14,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine import InvalidRequest
+from engine import STORED_DTYPES, InvalidRequest
 
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""By the name of the type in a safetensors file."""
-_DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """A state dict, or what `named_parameters()` gives."""
@@ -50,7 +35,7 @@ class TensorPiece:
     @property
     def whole_bytes(self) -> int:
         """Size of the tensor that this is a piece of."""
-        return prod(self.shape) * TORCH_DTYPES[self.dtype].itemsize
+        return prod(self.shape) * STORED_DTYPES[self.dtype].itemsize
 
 
 def cut_buckets(named_tensors: NamedTensors, *, bucket_bytes: int) -> Iterator[list[TensorPiece]]:

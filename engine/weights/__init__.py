@@ -1,6 +1,7 @@
 """New weights for a model that generates: read and checked beside the old ones, then exchanged between two steps."""
 
 from engine.weights.digests import Contents, digest_of, digest_of_all, digests_of_ranks
+from engine.weights.folder import STORED_DTYPES
 from engine.weights.layers import Paths, path_list
 from engine.weights.slots import served_digests
 from engine.weights.source import open_source
@@ -9,6 +10,7 @@ from engine.weights.staged import StagedWeights
 from engine.weights.streamed import StreamedWeights, bytes_beside, stage_streamed
 
 __all__ = [
+    "STORED_DTYPES",
     "Contents",
     "Part",
     "Paths",

@@ -24,7 +24,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 """As the reference implementation has it."""
-_DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -38,6 +38,7 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""By the name of the type in a safetensors file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +190,9 @@ def _read_all(file: FileIO, length: int) -> bytes:
 
 
 def _parse_entry(name: str, entry: dict[str, Any], file: FileIO, start: int) -> StoredTensor:
-    if entry["dtype"] not in _DTYPES:
+    if entry["dtype"] not in STORED_DTYPES:
         raise WeightsSourceError(f"{file.name} holds {name} as {entry['dtype']}, which cannot be read")
-    dtype, shape = _DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
+    dtype, shape = STORED_DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
     first, end = (int(offset) for offset in entry["data_offsets"])
     if min(shape, default=0) < 0 or end - first != prod(shape) * dtype.itemsize:
         raise ValueError(f"{name} has {end - first} bytes for shape {list(shape)}")
