@@ -1,5 +1,6 @@
 """Pitstop's engine: continuous batching over any Hugging Face decoder, with weights that change while it generates."""
 
+from engine.block_pool import prefix_digests
 from engine.config import ContinuousBatchingConfig
 from engine.constraint import TokenConstraint
 from engine.errors import (
@@ -86,6 +87,7 @@ __all__ = [
     "join_ranks",
     "load_model",
     "open_meeting",
+    "prefix_digests",
     "sequence_ids",
     "stage_weights",
 ]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from hashlib import blake2b
 
+from engine.prefix_index import PrefixIndex
+
 DIGEST_BYTES = 16
 """128 bits: a collision would hand one request another's keys and values."""
 
@@ -44,6 +46,16 @@ def block_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
     return blake2b(parent + array("q", tokens).tobytes(), digest_size=DIGEST_BYTES).digest()
 
 
+def prefix_digests(token_ids: Sequence[int], *, page_size: int, version: int, salt: str | None = None) -> list[bytes]:
+    """Gives the names of all full blocks of a prompt, as a cache under these weights knows them."""
+    digests: list[bytes] = []
+    parent = root_digest(version, salt)
+    for start in range(0, len(token_ids) - page_size + 1, page_size):
+        parent = block_digest(parent, token_ids[start : start + page_size])
+        digests.append(parent)
+    return digests
+
+
 class BlockPool:
     """Block ids 0 to num_blocks - 1, each held (count > 0), cached (count 0, found by digest) or blank.
 
@@ -62,6 +74,8 @@ class BlockPool:
         self._blank_slots = list(range(num_host_slots - 1, -1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()
         self._copies: list[BlockCopy] = []
+        self.prefixes = PrefixIndex()
+        """The names of what is known, in either tier, under the present weights."""
         self.num_evicted = 0
         """Cached blocks that had to make room, since the start; the two below likewise."""
         self.num_sunk = 0
@@ -117,10 +131,11 @@ class BlockPool:
                 (block,) = self.acquire(1)
                 self._copies.append(BlockCopy(CopyKind.FROM_HOST, pinned[digest], block))
                 self.num_restored += 1
-                self.publish(block, digest)
+                self._name(block, digest)
             taken.append(self._block_of[digest])
         # Still there, and the newest: when the block is evicted again, its bytes need no second copy.
         self._slot_of.update(pinned)
+        self.prefixes.touch(digests)
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -146,11 +161,14 @@ class BlockPool:
             else:
                 self._cached[block] = None
 
-    def publish(self, block: int, digest: bytes) -> None:
-        """Makes a full, held block findable; where an equal one is known already, that one stays the known one."""
+    def publish(self, block: int, digest: bytes, *, depth: int = 0) -> None:
+        """Makes a full, held block findable; where an equal one is known already, that one stays the known one.
+
+        depth: how many blocks come before it.
+        """
         if digest not in self._block_of and self._digest_of[block] is None:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
+            self._name(block, digest)
+            self.prefixes.add(digest, depth=depth)
 
     def drain_copies(self) -> list[BlockCopy]:
         """Gives the copies planned since the last call, in the order in which they have to happen."""
@@ -172,6 +190,12 @@ class BlockPool:
         assert self._block_of == {digest: block for block, digest in named.items()}
         slots = [*self._slot_of.values(), *self._blank_slots]
         assert sorted(slots) == list(range(len(slots)))
+        self.prefixes.check_invariants()
+        assert all(self.knows(digest) for digest in self.prefixes.newest(len(self.prefixes)))
+
+    def _name(self, block: int, digest: bytes) -> None:
+        self._block_of[digest] = block
+        self._digest_of[block] = digest
 
     def _hold(self, block: int) -> None:
         if self._num_holders[block] == 0:
@@ -186,6 +210,8 @@ class BlockPool:
         self._digest_of[block] = None
         self.num_evicted += 1
         self._sink(block, digest)
+        if digest not in self._slot_of:
+            self.prefixes.discard(digest)
         return block
 
     def _sink(self, block: int, digest: bytes) -> None:
@@ -195,7 +221,9 @@ class BlockPool:
         if self._blank_slots:
             slot = self._blank_slots.pop()
         elif self._slot_of:
-            _, slot = self._slot_of.popitem(last=False)
+            oldest, slot = self._slot_of.popitem(last=False)
+            if oldest not in self._block_of:
+                self.prefixes.discard(oldest)
         else:
             return
         self._slot_of[digest] = slot

@@ -108,6 +108,10 @@ class FollowerLoop:
         """The driver has the numbers; here only whether this rank is well."""
         return EngineStats(is_paused=self._num_pauses > 0, is_alive=self._is_running and self.fatal_error is None)
 
+    def cached_prefixes(self, limit: int) -> list[bytes]:  # noqa: ARG002
+        """The driver has the names."""
+        return []
+
     def check_health(self) -> None:
         """Raises EngineDead when this rank has ended on an error."""
         if self.fatal_error is not None:

@@ -192,6 +192,10 @@ class GenerationLoop:
             is_alive=self._is_running and self.fatal_error is None,
         )
 
+    def cached_prefixes(self, limit: int) -> list[bytes]:
+        """Gives the names of cached prefixes, newest first."""
+        return self._scheduler.prefixes.newest(limit)
+
     def check_health(self) -> None:
         """Raises EngineDead when the loop ended on an error or hangs in a step."""
         if self.fatal_error is not None:

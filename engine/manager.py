@@ -492,6 +492,14 @@ class ContinuousBatchingManager:
         """The numbers as of the last step; cheap."""
         return self._loop.stats()
 
+    def cached_prefixes(self, limit: int) -> list[bytes]:
+        """Gives the names of prefixes that the cache holds under the present weights, newest first; cheap.
+
+        They are names as `prefix_digests` gives them: of every block where that is `limit` at most, else of the newest
+        blocks at some depths.
+        """
+        return self._loop.cached_prefixes(limit)
+
     def check_health(self) -> None:
         """Raises EngineDead when the loop ended on an error or hangs in a step."""
         self._loop.check_health()

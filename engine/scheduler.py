@@ -15,6 +15,7 @@ Before a swap of the weights requests that have not begun may be held back while
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 
 from engine.active_request import ActiveRequest
 from engine.block_groups import BlockGroup, drain_copies, find_prefix, visible_digests
@@ -22,6 +23,7 @@ from engine.block_pool import BlockPool, block_digest, root_digest
 from engine.config import ResolvedConfig
 from engine.metrics import EngineStats
 from engine.plan import PlannedRow, SampledToken, StepPlan
+from engine.prefix_index import PrefixIndex
 from engine.request import FinishReason, RequestStatus, WeightSpan
 from engine.waiting_line import Order, WaitingLine
 
@@ -223,11 +225,18 @@ class Scheduler:
         """
         assert self.num_in_flight == 0, "a step in flight samples from the weights it was launched with"
         self.version = version
+        for group in self.groups:
+            group.pool.prefixes.clear()
         for request in list(self._running.values()):
             if recompute:
                 self._preempt(request)
             else:
                 request.chain_version = None
+
+    @property
+    def prefixes(self) -> PrefixIndex:
+        """The names of cached prefixes; of several kinds of layers, in those that see furthest back."""
+        return max(self.groups, key=lambda group: group.window or inf).pool.prefixes if self.groups else PrefixIndex()
 
     def stats(self) -> EngineStats:
         """The numbers this class knows; the loop adds its own."""
@@ -417,7 +426,7 @@ class Scheduler:
         for index in range(first, len(request.digests)):
             for group, table in zip(self.groups, request.block_tables, strict=True):
                 if table[index] >= 0:
-                    group.pool.publish(table[index], request.digests[index])
+                    group.pool.publish(table[index], request.digests[index], depth=index)
 
     def _extend_digests(self, request: ActiveRequest, num_full: int) -> None:
         page = self.config.page_size

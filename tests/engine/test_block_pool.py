@@ -113,7 +113,8 @@ def test_invariants_hold_on_a_random_walk(seed: int) -> None:
         elif action == "release" and held:
             pool.release(held.pop(rng.randrange(len(held))))
         elif action == "publish" and held:
-            pool.publish(rng.choice(rng.choice(held)), rng.choice(names))
+            name = rng.choice(names)
+            pool.publish(rng.choice(rng.choice(held)), name, depth=names.index(name))
         elif action == "share":
             wanted = [name for name in rng.sample(names, 3) if pool.knows(name)]
             if wanted and pool.cost(wanted) <= pool.num_free:
@@ -121,6 +122,7 @@ def test_invariants_hold_on_a_random_walk(seed: int) -> None:
         elif action == "fork" and held and pool.num_free:
             held.append([pool.fork(block) for block in rng.choice(held)[:1]])
         pool.check_invariants()
+        assert {name for name in names if pool.knows(name)} == set(pool.prefixes.newest(len(names)))
     for blocks in held:
         pool.release(blocks)
     pool.check_invariants()
