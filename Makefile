@@ -48,7 +48,7 @@ test: setup ## format check, lint, types, import directions, tests
 test-all: setup fetch ## what takes longer or needs system packages, beyond make test
 	@for pair in $(SYSTEM_TOOLS); do command -v "$${pair%%:*}" >/dev/null || { \
 	    echo "$${pair%%:*} is missing: apt-get install -y $${pair##*:}, or make deps" >&2; exit 1; }; done
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -n 2 --dist loadgroup -m "slow and not gpu"
 
 test-gpu: setup ## what needs a CUDA device and flash-attn; no check in CI does
 	$(PYTEST) -m gpu

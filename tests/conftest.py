@@ -8,6 +8,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         module = vars(item.module)  # type: ignore[attr-defined]
+        if item.get_closest_marker("xdist_group") is not None:
+            continue
         if "running_app" in module or "ray" in module:
             item.add_marker(pytest.mark.xdist_group("ray"))
         else:

@@ -17,7 +17,7 @@ import pytest
 from tests.ports import free_port
 from tests.serve_app.tiny_model import make_model_folder
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 REPOSITORY = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "from serve_app.cli import main; main()"]
