@@ -437,10 +437,15 @@ class GenerationLoop:
                 del self._families[request.family]
 
     def _refresh_stats(self) -> None:
+        cost = self._budget.times.cost
         self._stats = replace(
             self._scheduler.stats(),
             prefill_tokens_per_s=self._budget.prefill_tokens_per_s,
             decode_tokens_per_s=self._budget.decode_tokens_per_s,
+            fixed_step_s=cost.fixed_s,
+            request_step_s=cost.request_s,
+            token_step_s=cost.token_s,
+            max_step_tokens=self._budget.max_tokens(),
             last_step_s=self._last_step_s,
             steps_total=self._num_steps,
             step_seconds_total=self._step_seconds,

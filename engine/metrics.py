@@ -10,6 +10,8 @@ class EngineStats:
     queued_prefill_tokens: tokens that waiting and prefilling requests still have to compute.
     pending_decode_tokens: upper bound of tokens that admitted requests may still generate.
     prefill_tokens_per_s, decode_tokens_per_s: moving averages over busy steps; 0 until measured.
+    fixed_step_s, request_step_s, token_step_s: what a step takes, as `StepCost`; 0 until measured.
+    max_step_tokens, max_running: what one step may compute now, and how many requests may run.
     """
 
     num_waiting: int = 0
@@ -26,6 +28,11 @@ class EngineStats:
     is_alive: bool = False
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    fixed_step_s: float = 0.0
+    request_step_s: float = 0.0
+    token_step_s: float = 0.0
+    max_step_tokens: int = 0
+    max_running: int = 0
     last_step_s: float = 0.0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0

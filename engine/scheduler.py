@@ -245,6 +245,7 @@ class Scheduler:
         return EngineStats(
             num_waiting=self.num_waiting + len(self._unborn),
             num_running=len(self._running),
+            max_running=self.config.max_requests_per_batch,
             queued_prefill_tokens=self._waiting_prefill_tokens
             + sum(request.num_to_compute for request in running if request.num_to_compute > 1),
             pending_decode_tokens=self._waiting_decode_tokens + sum(request.num_to_generate for request in running),

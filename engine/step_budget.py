@@ -1,6 +1,7 @@
 """How many tokens a step may compute so that it stays short: measured, not guessed."""
 
 from engine.plan import StepPlan
+from engine.step_times import StepTimes
 
 SMOOTHING = 0.3
 """Weight of the newest step: three steps after a change the estimate has followed it by two thirds."""
@@ -24,6 +25,7 @@ class StepBudget:
         self._max_batch_tokens = max_batch_tokens
         self._target_step_s = target_step_s
         self._first_tokens = first_tokens
+        self.times = StepTimes()
         self.prefill_tokens_per_s = 0.0
         self.decode_tokens_per_s = 0.0
 
@@ -42,6 +44,7 @@ class StepBudget:
         """Takes in how long a step took."""
         num_tokens = plan.num_tokens
         num_decoding = plan.num_decoding
+        self.times.observe(num_decoding=num_decoding, num_prompt_tokens=num_tokens - num_decoding, step_s=step_s)
         if num_tokens - num_decoding >= MIN_MEASURED_TOKENS:
             self.prefill_tokens_per_s = _follow(self.prefill_tokens_per_s, num_tokens / step_s)
         elif num_decoding == num_tokens:
