@@ -31,15 +31,17 @@ PROMPTS = [prompt_of(1, seed=4), prompt_of(50, seed=4), *(SYSTEM_PROMPT + prompt
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the table; family is the class of the model."""
+    """What one family does; family is the class of the model."""
 
     family: str
     attention: str
     sharing: str
     result: str
 
-    def __str__(self) -> str:
-        return f"| {self.family} | {self.attention} | {self.sharing} | {self.result} |"
+    @property
+    def behaviour(self) -> str:
+        """The cells of the table that families share."""
+        return f" {self.attention} | {self.sharing} | {self.result} |"
 
 
 def lines_of(family: str) -> list[Line]:
@@ -56,14 +58,22 @@ def lines_of(family: str) -> list[Line]:
 
 
 def table(lines: list[Line]) -> str:
-    """Gives the text between the markers."""
-    head = ["| model | attention | prefix sharing | greedy output, beside `generate` |", "|---|---|---|---|"]
-    return "\n".join([BEGIN, *head, *map(str, lines), END])
+    """Gives the text between the markers; families that do the same share a row."""
+    head = ["| models | attention | prefix sharing | greedy output, beside `generate` |", "|---|---|---|---|"]
+    families: dict[str, list[str]] = {}
+    for line in lines:
+        families.setdefault(line.behaviour, []).append(line.family)
+    rows = [f"| {', '.join(names)} |{behaviour}" for behaviour, names in families.items()]
+    return "\n".join([BEGIN, *head, *rows, END])
 
 
-def readme_lines() -> list[str]:
-    """Gives the lines of the README's table, without its head."""
-    return _between_markers(README.read_text()).splitlines()[3:-1]
+def readme_families() -> dict[str, list[str]]:
+    """Gives the families of the README's table, by what it says they do."""
+    found = {}
+    for row in _between_markers(README.read_text()).splitlines()[3:-1]:
+        names, _, behaviour = row.removeprefix("|").partition("|")
+        found[behaviour] = [name.strip() for name in names.split(",")]
+    return found
 
 
 def _ways(family: str) -> Iterator[Line]:
