@@ -51,6 +51,8 @@ class ActiveRequest:
     token_ids: list[int] = field(init=False)
     """Prompt and output; the prompt's own list until there is output, so that a long line costs its ids once."""
     output_ids: list[int] = field(default_factory=list)
+    num_resumed: int = 0
+    """Leading tokens of the output that came with it; they were delivered elsewhere, and have no log-probabilities."""
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float] = field(default_factory=list)
@@ -124,6 +126,14 @@ class ActiveRequest:
         max_time = self.sampling.max_time
         return max_time is not None and now - self.created_time > max_time
 
+    def resume(self, token_ids: list[int]) -> None:
+        """Has it go on from tokens that were generated before it was submitted."""
+        self.output_ids = list(token_ids)
+        self.token_ids = [*self.prompt_ids, *token_ids]
+        self.num_resumed = self.num_delivered = len(token_ids)
+        # A swap that lets those finish that have begun waits for it too.
+        self.is_begun = True
+
     def append(self, token: int) -> None:
         """Adds a generated token."""
         if not self.output_ids:
@@ -134,6 +144,7 @@ class ActiveRequest:
     def take_output(self) -> GenerationOutput:
         """Gives the state of this moment, with everything since the last call as new."""
         start, self.num_delivered = self.num_delivered, len(self.output_ids)
+        scored = start - self.num_resumed
         is_last = self.status.is_terminal
         return GenerationOutput(
             request_id=self.request_id,
@@ -146,12 +157,12 @@ class ActiveRequest:
             lifespan=(self.first_scheduled_time, self.ended_time),
             timestamps=self._timestamps(is_last),
             new_tokens=self.output_ids[start:],
-            new_logprobs=self.logprobs[start:],
+            new_logprobs=self.logprobs[scored:],
             finish_reason=self.finish_reason,
             weight_versions=tuple(self.spans),
             num_cached_tokens=self.num_cached_tokens or 0,
             top_logprobs=self.top_logprobs if is_last else TokenView(self.top_logprobs),
-            new_top_logprobs=self.top_logprobs[start:],
+            new_top_logprobs=self.top_logprobs[scored:],
             prompt_logprobs=self.prompt_logprobs,
             prompt_top_logprobs=self.prompt_top_logprobs,
         )

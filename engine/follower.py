@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Sequence
 from time import monotonic
 
 from engine.active_request import ActiveRequest
@@ -70,9 +71,9 @@ class FollowerLoop:
     def num_waiting(self) -> int:
         return 0
 
-    def submit(self, request: ActiveRequest, *, max_waiting: int = 0) -> None:  # noqa: ARG002
+    def submit(self, requests: Sequence[ActiveRequest], *, max_waiting: int = 0) -> None:  # noqa: ARG002
         """Not called: requests enter at the driver."""
-        raise EngineStopped(f"request {request.request_id} was sent to a rank that is not the driver")
+        raise EngineStopped(f"request {requests[0].request_id} was sent to a rank that is not the driver")
 
     def cancel(self, request_id: str, *, alone: bool = False) -> None:  # the interface of a loop
         """The driver knows the request, and the driver hears of the cancelling."""

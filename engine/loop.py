@@ -7,6 +7,7 @@ while the new one runs.
 import logging
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from time import perf_counter
@@ -141,16 +142,17 @@ class GenerationLoop:
         """Requests that no step has taken up yet."""
         return self._num_in_inbox + self._stats.num_waiting
 
-    def submit(self, request: ActiveRequest, *, max_waiting: int = 0) -> None:
-        """Posts a checked request, its children with it.
+    def submit(self, requests: Sequence[ActiveRequest], *, max_waiting: int = 0) -> None:
+        """Posts checked requests of one family, with their children: one that begins, or those of it that are resumed.
 
         Raises DuplicateRequest, QueueFull when `max_waiting` (0: any number) wait already, and EngineStopped or
         EngineDead when no step will take it.
         """
         with self._wake:
             self._raise_if_closed()
-            family = {request.request_id, *(child.request_id for child in request.children)}
-            for request_id in family:
+            family = {each.request_id for request in requests for each in (request, *request.children)}
+            name = requests[0].family
+            for request_id in {name} | family:
                 # A parent's id stays taken until its last child has ended: cancelling it cancels them.
                 if request_id in self._active_ids or request_id in self._families:
                     raise DuplicateRequest(f"request id {request_id!r} is in flight; choose another", "request_id")
@@ -160,9 +162,9 @@ class GenerationLoop:
                     f"{waiting} requests wait, and max_queue_size is {max_waiting}; try again later", waiting
                 )
             self._active_ids |= family
-            if request.children:
-                self._families[request.request_id] = family
-            self._inbox.append(request)
+            if family != {name}:
+                self._families[name] = family
+            self._inbox += requests
             self._num_in_inbox += len(family)
             self._wake.notify_all()
 

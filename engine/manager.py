@@ -254,6 +254,7 @@ class ContinuousBatchingManager:
         tokenizer: PreTrainedTokenizerBase | None = None,
         constraint: TokenConstraint | None = None,
         weight_version: int | None = None,
+        resumed: Sequence[Sequence[int] | None] | None = None,
         **logit_processor_kwargs: Any,
     ) -> str | None:
         """Submits one prompt and gives its id. All checks happen here; one terminal output follows.
@@ -265,8 +266,11 @@ class ContinuousBatchingManager:
         priority goes first. tokenizer: the model's, which stop strings need; it makes those of the model's own config
         apply too. constraint: what the output has to follow, in a state that is the request's own from here on; further
         outputs get a fork of it. weight_version: the one version that may sample its tokens; when another takes its
-        place before the request has begun, it ends with the reason `weight_version_gone`. logit_processor_kwargs:
-        fields of `SamplingParams` that choose the tokens, where `per_request_processors` is set.
+        place before the request has begun, it ends with the reason `weight_version_gone`. resumed: the tokens that each
+        output has already, its own first, then those of `__child#0` and on; None for one that has ended, of which
+        nothing is heard. The request goes on as if it had never stopped, given the same seed and the same weights.
+        logit_processor_kwargs: fields of `SamplingParams` that choose the tokens, where `per_request_processors` is
+        set.
 
         Raises WeightVersionGone when `weight_version` is not the one served, InvalidRequest (and its other kinds),
         QueueFull, EngineStopped, EngineDead. Allowed before `start()` and inside `pause()`: the request then waits.
@@ -284,11 +288,13 @@ class ContinuousBatchingManager:
             constraint=constraint,
             pinned_version=self._checked_pin(weight_version),
         )
-        for member in (request, *request.children):
+        members = [request, *request.children] if resumed is None else self._factory.resume(request, resumed)
+        for member in members:
             self._stop_strings.prepare(member, tokenizer)
             member.streaming, member.record_timestamps = streaming, record_timestamps
             member.needs_processors |= self._sampler.sees_tokens
-        self._loop.submit(request, max_waiting=self.config.max_queue_size)
+            self._sampler.catch_up(member)
+        self._loop.submit([request] if resumed is None else members, max_waiting=self.config.max_queue_size)
         return request.request_id
 
     def add_requests(

@@ -156,11 +156,16 @@ class WorkloadHints:
 
 @dataclass(frozen=True, slots=True)
 class WeightSpan:
-    """Tokens `start` to `end` (exclusive, counted in the output) were sampled under weight version `version`."""
+    """Tokens `start` to `end` (exclusive, counted in the output) were sampled under weight version `version`.
+
+    is_recomputed: keys and values of all tokens before `start` were then computed anew by these weights, though earlier
+    ones had drawn some of them; the engine never says so, whoever resumes a request knows it.
+    """
 
     version: int
     start: int
     end: int
+    is_recomputed: bool = False
 
 
 class TokenView(Sequence[Any]):
@@ -210,12 +215,12 @@ class GenerationOutput:
     prompt_ids: the prompt, the same object in every output of a request.
     generated_tokens: all tokens so far: a shared view while streaming, a plain list in the last output.
     new_tokens: those since the output before this one; a callback may carry several.
-    logprobs, top_logprobs: one per generated token where asked for, else empty.
+    logprobs, top_logprobs: one per generated token where asked for, else empty; of a resumed request, for its new ones.
     prompt_logprobs, prompt_top_logprobs: one per token of the prompt but the first where asked for, else empty; whole
         from the first generated token on, the same object in every output.
     created_time, lifespan, timestamps: `time.perf_counter()` seconds; lifespan is (first scheduled, ended), -1 unset.
     weight_versions: spans over generated_tokens, in order, without gaps; an empty one where the prompt was computed
-    alone.
+        alone. Of a resumed request they begin at its new tokens.
     num_cached_tokens: prompt tokens taken from the prefix cache when the request was first scheduled.
     """
 

@@ -397,9 +397,10 @@ class Scheduler:
         request.is_begun = True
         request.status = RequestStatus.PREFILLING
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed
+            # Of a resumed request the cache may have tokens of the output too.
+            request.num_cached_tokens = min(request.num_computed, len(request.prompt_ids))
             request.first_scheduled_time = now
-            self.counters.cached_tokens += request.num_computed
+            self.counters.cached_tokens += request.num_cached_tokens
 
     def _find_prefix(self, request: ActiveRequest) -> list[bytes]:
         """Gives the names of the known leading blocks; never all tokens, since one has to be left to sample after."""

@@ -80,6 +80,53 @@ class RequestFactory:
         parent.children = [_child(parent, index, name) for index, name in enumerate(names[:-1])]
         return parent
 
+    def resume(self, request: ActiveRequest, resumed: Sequence[Sequence[int] | None]) -> list[ActiveRequest]:
+        """Gives those outputs of a request just made that have not ended, each with the tokens it has already.
+
+        resumed: its own first, then its children's; None has ended. They share nothing but what the cache has of them.
+        """
+        outputs = [request, *request.children]
+        request.children = []
+        if not isinstance(resumed, list | tuple) or len(resumed) != len(outputs):
+            raise InvalidRequest(
+                f"resumed must be a list of the tokens of each output, and there are {len(outputs)}", param="resumed"
+            )
+        going_on = []
+        for output, token_ids in zip(outputs, resumed, strict=True):
+            if token_ids is not None:
+                self._resume(output, token_ids)
+                going_on.append(output)
+        if not going_on:
+            raise InvalidRequest("resumed says that every output has ended; there is nothing to go on", "resumed")
+        return going_on
+
+    def _resume(self, output: ActiveRequest, token_ids: Sequence[int]) -> None:
+        if not len(token_ids):
+            return
+        ids = self.checked_ids(token_ids, param="resumed")
+        if len(ids) >= output.max_new_tokens:
+            raise InvalidRequest(
+                f"resumed has {len(ids)} tokens of an output of at most {output.max_new_tokens}, so it has ended",
+                "resumed",
+            )
+        if ids[-1] in (output.sampling.eos_token_ids or ()):
+            raise InvalidRequest(f"resumed ends with {ids[-1]}, which ends an output; nothing can follow", "resumed")
+        if output.sampling.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs come with the first token, and the request is resumed after it; leave them out",
+                "prompt_logprobs",
+            )
+        if output.constraint is not None:
+            try:
+                output.constraint.advance(ids)
+            except Exception as error:  # it may raise anything, and it is this request's own
+                raise InvalidRequest(
+                    f"resumed does not follow the constraint: {type(error).__name__}: {error}", "resumed"
+                ) from error
+            if output.constraint.is_finished:
+                raise InvalidRequest("resumed completes what its constraint asks for, so it has ended", "resumed")
+        output.resume(ids)
+
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """What ends a request that names no end tokens itself."""
@@ -107,23 +154,24 @@ class RequestFactory:
                 raise InvalidRequest(f"{name} is given twice, in sampling and beside it; give it once", param=name)
         return replace(sampling, **extra) if extra else sampling
 
-    def checked_ids(self, input_ids: Sequence[int]) -> list[int]:
-        """Gives the ids of a prompt as a list. Raises InvalidRequest when it is empty or the model lacks one."""
+    def checked_ids(self, input_ids: Sequence[int], *, param: str = "input_ids") -> list[int]:
+        """Gives the ids of a prompt as a list. Raises InvalidRequest when it is empty or the model lacks one.
+
+        param: what they are called.
+        """
         try:
             values = input_ids.tolist() if hasattr(input_ids, "tolist") else list(input_ids)
         except TypeError:
-            raise InvalidRequest(
-                f"input_ids is a {type(input_ids).__name__}; it must be a list of ids", "input_ids"
-            ) from None
+            raise InvalidRequest(f"{param} is a {type(input_ids).__name__}; it must be a list of ids", param) from None
         if not isinstance(values, list) or not values:
-            raise InvalidRequest("the prompt is empty; it must hold at least one token id", param="input_ids")
+            raise InvalidRequest("the prompt is empty; it must hold at least one token id", param=param)
         vocab_size = self._config.vocab_size
         for index, value in enumerate(values):
             if type(value) is not int:
-                values[index] = value = _as_token_id(value, index)
+                values[index] = value = _as_token_id(value, index, param)
             if not 0 <= value < vocab_size:
                 raise InvalidRequest(
-                    f"input_ids[{index}] is {value}; ids of this model are 0 to {vocab_size - 1}", param="input_ids"
+                    f"{param}[{index}] is {value}; ids of this model are 0 to {vocab_size - 1}", param=param
                 )
         return values
 
@@ -255,10 +303,10 @@ def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
             raise InvalidRequest(f"{name} holds {token}; ids of this model are 0 to {vocab_size - 1}", param=name)
 
 
-def _as_token_id(value: object, index: int) -> int:
+def _as_token_id(value: object, index: int, param: str) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)  # type: ignore[arg-type]  # whatever it is: TypeError when it is no integer
     except TypeError:
-        raise InvalidRequest(f"input_ids[{index}] is {value!r}; it must be an integer", param="input_ids") from None
+        raise InvalidRequest(f"{param}[{index}] is {value!r}; it must be an integer", param=param) from None

@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
     WatermarkingConfig,
 )
-from transformers.generation.logits_process import WatermarkLogitsProcessor
+from transformers.generation.logits_process import SynthIDTextWatermarkLogitsProcessor, WatermarkLogitsProcessor
 
 from engine.active_request import ActiveRequest
 from engine.errors import InvalidRequest
@@ -57,6 +57,15 @@ class RowProcessors:
             scores_1V = processor(ids_1T, scores_1V)
         # A penalty may overflow to +inf, which is the best score to `generate` and no number to the sampler.
         return scores_1V.clamp(max=_MAX_SCORE)
+
+    def catch_up(self, token_ids: list[int], positions: range) -> None:
+        """Tells those that remember what they saw of tokens that were drawn elsewhere, one call a token."""
+        remembering = [item for item in self._processors if isinstance(item, SynthIDTextWatermarkLogitsProcessor)]
+        for position in positions:
+            ids_1T = self._history.extended_to(token_ids, position)
+            for processor in remembering:
+                # What it remembers are hashes of the tokens alone, so that one score stands for all.
+                processor(ids_1T, torch.zeros(1, 1, device=ids_1T.device))
 
     def sampling_row(self, position: int) -> SamplingRow:
         """Gives what is left to do to the scores."""

@@ -47,6 +47,12 @@ class RowSampler:
         """Starts what `draw` of these rows needs and the forward pass does not."""
         self._masks.begin(rows, vocab_size)
 
+    def catch_up(self, request: ActiveRequest) -> None:
+        """Makes the processors of a request ready that has tokens already; in the thread that submits it."""
+        positions = range(len(request.prompt_ids), request.num_tokens)
+        if positions and "ngram_len" in dict(request.sampling.watermarking_config or {}):
+            self._processors_of(request).catch_up(request.token_ids, positions)
+
     def draw(self, rows: Sequence[PlannedRow], logits_LV: Tensor) -> DrawnRows:
         """Draws one token for each row of the step that was begun.
 
