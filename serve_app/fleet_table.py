@@ -1,0 +1,141 @@
+"""What replicas report, as arrays with a row for each, which `routing_score` reads."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from serve_app.prefix_map import ToldPrefixes
+from serve_app.routing_score import Bools, Floats, Ints, Replicas
+from serve_app.sent_work import Unseen
+
+MAX_AGE_S = 5.0
+"""A report is not taken to be older: one that has not changed for long is of an idle replica, or of one that hangs."""
+REPORT_MARGIN_S = 0.05
+"""Work sent this long before a report may not be in it yet; counting it twice for a moment does no harm."""
+FIRST_SIZE = 8
+UNKNOWN = {
+    "max_running": 1024.0,
+    "total_tokens": 1e6,
+    "free_tokens": 1e6,
+    "step_s": 0.02,
+    "request_s": 0.0005,
+    "token_s": 0.0005,
+    "step_tokens": 2048.0,
+}
+"""While no replica has told them; equal for all, so only the order of sizes matters."""
+TOLD = ("prefill_tokens", "decode_tokens", "num_running", "num_waiting")
+
+
+class FleetTable:
+    """The latest report of each replica. One thread only; rows of replicas that are gone are used again."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, int] = {}
+        self.prefixes = ToldPrefixes()
+        self.reported_at = np.full(FIRST_SIZE, -np.inf)
+        self.versions: Ints = np.zeros(FIRST_SIZE, dtype=np.int64)
+        self.names: list[str | None] = [None] * FIRST_SIZE
+        self._is_open: Bools = np.zeros(FIRST_SIZE, dtype=np.bool_)
+        self._columns: dict[str, Floats] = {name: np.zeros(FIRST_SIZE) for name in (*TOLD, *UNKNOWN)}
+        self._counts = np.zeros(FIRST_SIZE)
+        self._counted_at = np.full(FIRST_SIZE, -np.inf)
+
+    def __len__(self) -> int:
+        """Rows, those of nobody included."""
+        return len(self.names)
+
+    def row_of(self, name: str) -> int:
+        """Gives the row of a replica, a new one where it is not known yet: open, and without work."""
+        row = self.rows.get(name)
+        if row is None:
+            if None not in self.names:
+                self._grow()
+            row = self.rows[name] = self.names.index(None)
+            self.names[row] = name
+            self._is_open[row] = True
+        return row
+
+    def report(self, name: str, stats: Mapping[str, Any]) -> None:
+        """Takes in the report of a replica; what it leaves out counts as unknown.
+
+        prefill_tokens, decode_tokens, num_running, num_waiting, max_running, free_tokens, total_tokens, step_s,
+        request_s, token_s, step_tokens: as in `Replicas`. weight_version, is_fenced. prefixes: `pack_names` of what it
+        has cached. reported_at: seconds since the epoch. Nonsense raises, and changes nothing but the order of raising.
+        """
+        values = [float(stats.get(column, 0.0)) for column in self._columns]
+        reported_at, version = float(stats.get("reported_at", 0.0)), int(stats.get("weight_version", 0))
+        is_open, prefixes = not stats.get("is_fenced", False), bytes(stats.get("prefixes", b""))
+        row = self.row_of(name)
+        for column, value in zip(self._columns.values(), values, strict=True):
+            column[row] = value
+        self.reported_at[row], self.versions[row], self._is_open[row] = reported_at, version, is_open
+        self.prefixes.tell(row, prefixes)
+
+    def note_count(self, name: str, num_requests: int, *, now: float) -> None:
+        """Takes in how many requests a replica has in all, as it tells whenever it accepts one."""
+        row = self.row_of(name)
+        self._counts[row], self._counted_at[row] = num_requests, now
+
+    def forget(self, name: str) -> None:
+        """Forgets a replica that is gone."""
+        row = self.rows.pop(name, None)
+        if row is None:
+            return
+        self.names[row] = None
+        self._is_open[row] = False
+        self.reported_at[row] = self._counted_at[row] = -np.inf
+        for column in self._columns.values():
+            column[row] = 0.0
+        self.prefixes.forget(row)
+
+    def replicas(self, unseen: Unseen, *, mean_work: tuple[float, float], now: float) -> Replicas:
+        """Gives what is known now: the reports, and what the caller has sent since.
+
+        mean_work: prompt and answer tokens of a usual request; for those that others must have sent, by the counts.
+        """
+        columns = self._columns
+        num_known = columns["num_running"] + columns["num_waiting"] + unseen.num_requests
+        others = np.where(self._counted_at > self.reported_at, np.maximum(self._counts - num_known, 0.0), 0.0)
+        arrays = {name: self._filled(name) for name in UNKNOWN}
+        used = unseen.prefill_tokens + unseen.decode_tokens + others * sum(mean_work)
+        arrays["free_tokens"] = np.maximum(arrays["free_tokens"] - used, 0.0)
+        num_new = unseen.num_requests + others
+        num_begun = np.minimum(num_new, np.maximum(arrays["max_running"] - columns["num_running"], 0.0))
+        return Replicas(
+            prefill_tokens=columns["prefill_tokens"],
+            decode_tokens=columns["decode_tokens"],
+            sent_prefill_tokens=unseen.prefill_tokens + others * mean_work[0],
+            sent_decode_tokens=unseen.decode_tokens + others * mean_work[1],
+            num_running=columns["num_running"] + num_begun,
+            num_waiting=columns["num_waiting"] + num_new - num_begun,
+            age_s=np.clip(now - self.reported_at, 0.0, MAX_AGE_S),
+            # Of what others have sent only the count is known; it came in between, so half of the age.
+            sent_age_s=np.clip(now - np.where(others > 0, (now + self.reported_at) / 2, unseen.since), 0.0, MAX_AGE_S),
+            is_open=self._is_open,
+            **arrays,
+        )
+
+    def named(self, rows: Sequence[int] | Ints) -> list[str]:
+        """Gives the replicas in these rows."""
+        return [name for row in rows if (name := self.names[row]) is not None]
+
+    def _filled(self, column: str) -> Floats:
+        """Gives a column where replicas that have not told it are as the least of the others."""
+        values = self._columns[column]
+        # No free room is told as 0, which is known of who has told its size.
+        is_known = self._columns["total_tokens"] > 0 if column == "free_tokens" else values > 0
+        if is_known.all():
+            return values
+        known = values[is_known]
+        return np.where(is_known, values, known.min() if len(known) else UNKNOWN[column])
+
+    def _grow(self) -> None:
+        size = len(self.names)
+        self.names += [None] * size
+        self.reported_at = np.append(self.reported_at, np.full(size, -np.inf))
+        self._counted_at = np.append(self._counted_at, np.full(size, -np.inf))
+        self._counts = np.append(self._counts, np.zeros(size))
+        self.versions = np.append(self.versions, np.zeros(size, dtype=np.int64))
+        self._is_open = np.append(self._is_open, np.zeros(size, dtype=np.bool_))
+        self._columns = {name: np.append(column, np.zeros(size)) for name, column in self._columns.items()}

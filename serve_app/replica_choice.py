@@ -1,0 +1,126 @@
+"""Which replica takes a request, by one of four policies. Knows nothing of Ray: `routing` asks it there, and the
+simulation of `benchmarks/fleet_sim.py` here.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from serve_app.fleet_table import REPORT_MARGIN_S, FleetTable
+from serve_app.prefix_map import SentPrefixes, hit_blocks
+from serve_app.routing_score import Bools, Floats, Ints, Replicas, Work, ranked, score
+from serve_app.sent_work import SentWork
+
+SESSION_SHARE = 0.9
+"""Of its price, what the replica costs that had the session before: who talks on stays, unless it is too busy."""
+MARGIN_SHARE = 0.02
+"""Prices this close to each other are the same, as far as anybody can know."""
+MAX_SESSIONS = 65_536
+HORIZON_S = 10.0
+"""What was sent longer ago is in every report, or its replica is silent and closed by others."""
+SMOOTHING = 0.02
+"""Of the usual work of a request: the last fifty count."""
+
+
+class RoutingPolicy(StrEnum):
+    """How replicas are chosen.
+
+    PREFIX: by estimated time, cached prefixes included. WORK: by estimated time alone. POWER_OF_TWO: of two at random
+    the one with fewer requests. ROUND_ROBIN: one after the other.
+    """
+
+    PREFIX = "prefix"
+    WORK = "work"
+    POWER_OF_TWO = "power_of_two"
+    ROUND_ROBIN = "round_robin"
+
+
+class ReplicaChoice:
+    """The choices of one router. One thread only; several routers may share a table, and nothing else."""
+
+    def __init__(self, table: FleetTable, *, policy: RoutingPolicy, rng: np.random.Generator) -> None:
+        self._table = table
+        self._policy = policy
+        self._rng = rng
+        self._sent = SentWork()
+        self._sent_prefixes = SentPrefixes()
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._mean_work = (0.0, 0.0)
+        self._turn = 0
+        self._hits: Floats = np.zeros(0)
+
+    def choose(
+        self,
+        work: Work,
+        names: Sequence[int] = (),
+        *,
+        now: float,
+        page_size: int = 1,
+        session: str | None = None,
+        candidates: Bools | None = None,
+    ) -> Ints:
+        """Gives rows of the table, the best first; none where every replica is closed.
+
+        names: `short_names` of the full blocks of the prompt, page_size tokens each. candidates: the rows to choose
+        from; None is all.
+        """
+        unseen = self._sent.unseen(self._table.reported_at - REPORT_MARGIN_S, horizon_s=HORIZON_S)
+        replicas = self._table.replicas(unseen, mean_work=self._mean_work, now=now)
+        if candidates is not None:
+            replicas.is_open = replicas.is_open & candidates
+        if self._policy in (RoutingPolicy.ROUND_ROBIN, RoutingPolicy.POWER_OF_TWO):
+            return self._simple(replicas)
+        self._hits = np.zeros(len(replicas))
+        if self._policy == RoutingPolicy.PREFIX and names:
+            found = hit_blocks(names, len(replicas), self._table.prefixes, self._sent_prefixes)
+            self._hits = np.minimum(found * page_size, work.prefill_tokens)
+        scores = score(replicas, work, self._hits)
+        row = self._sessions.get(session, -1) if session is not None else -1
+        if 0 <= row < len(scores):
+            scores[row] *= SESSION_SHARE
+        best = float(scores.min(initial=np.inf))
+        return ranked(scores, self._rng, MARGIN_SHARE * best if np.isfinite(best) else 0.0)
+
+    def note_sent(
+        self, row: int, work: Work, names: Sequence[int] = (), *, now: float, session: str | None = None
+    ) -> int:
+        """Counts a request as sent to a replica, right after `choose`; gives what `note_done` wants."""
+        hit = float(self._hits[row]) if row < len(self._hits) else 0.0
+        miss = max(1.0, work.prefill_tokens - hit)
+        prefill, decode = self._mean_work
+        self._mean_work = (
+            prefill + SMOOTHING * (miss - prefill),
+            decode + SMOOTHING * (work.decode_tokens - decode),
+        )
+        self._sent_prefixes.add(row, names, now=now)
+        if session is not None:
+            self._sessions[session] = row
+            self._sessions.move_to_end(session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+        return self._sent.add(row, work, miss_tokens=miss, now=now)
+
+    def note_done(self, token: int) -> None:
+        """The request has ended."""
+        self._sent.done(token)
+
+    def forget(self, row: int) -> None:
+        """Forgets a replica that is gone, before its row is used again."""
+        self._sent.forget_row(row)
+        self._sent_prefixes.forget(row)
+        self._sessions = OrderedDict((key, at) for key, at in self._sessions.items() if at != row)
+
+    def _simple(self, replicas: Replicas) -> Ints:
+        """Gives the choice of the policies that look at nothing, or at the number of requests alone."""
+        open_rows = np.flatnonzero(replicas.is_open)
+        if self._policy == RoutingPolicy.ROUND_ROBIN:
+            self._turn += 1
+            return np.roll(open_rows, -self._turn)
+        order = self._rng.permutation(open_rows)
+        if len(order) > 1:
+            there = replicas.num_running + replicas.num_waiting
+            if there[order[1]] < there[order[0]]:
+                order[[0, 1]] = order[[1, 0]]
+        return order
