@@ -12,6 +12,7 @@ from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, Swa
 from serve_app.protocol.errors import ManifestError, RollingFailed
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
+from serve_app.weight_checks import check_digest
 from serve_app.weight_history import WeightHistory, now
 
 logger = logging.getLogger("ray.serve.pitstop")
@@ -151,6 +152,8 @@ class TwoPhaseSwap:
         checked = await self._check_alone(running.order)
         if checked is None:
             raise WeightsError("no replica answers yet, so no weights were loaded; try again when the fleet is ready")
+        if checked.digest:
+            check_digest(checked.digest, running.order)
         running.details = checked.details
         running.staged = [SwapReply("", 0, ok=True, digest=checked.digest, num_bytes=checked.num_bytes)]
         return await self._history.keep_details(replace(version, digest=checked.digest), checked.details)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from engine import WeightsInvalid
-from serve_app.messages import Probes
+from serve_app.messages import Probes, SwapOrder
 
 
 def check_probes(found: Sequence[Sequence[float]], probes: Probes) -> None:
@@ -26,6 +26,15 @@ def check_probes(found: Sequence[Sequence[float]], probes: Probes) -> None:
                 f"a log-probability of probe {number} is {difference:.3g} from its reference; at most "
                 f"{probes.max_abs_difference:g} is allowed"
             )
+
+
+def check_digest(found: str, order: SwapOrder) -> None:
+    """Raises WeightsInvalid where what was read are not the weights that an order names."""
+    if order.digest is not None and found != order.digest:
+        raise WeightsInvalid(
+            f"{order.source or 'the configured model'} no longer holds the weights that were committed; it was written "
+            "to since"
+        )
 
 
 def first_difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str | None:

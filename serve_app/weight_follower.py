@@ -22,7 +22,7 @@ from serve_app.messages import (
     WeightSource,
 )
 from serve_app.uninterrupted import run_uninterrupted
-from serve_app.weight_checks import check_probes, first_difference
+from serve_app.weight_checks import check_digest, check_probes, first_difference
 
 logger = logging.getLogger("ray.serve.pitstop")
 
@@ -292,12 +292,9 @@ class WeightFollower:
         started = time.perf_counter()
         weights = await asyncio.to_thread(self._read, order)
         try:
-            if order.digest is not None and weights.digest != order.digest:
-                self._misread = dict(weights.digests)
-                raise WeightsInvalid(
-                    f"{order.source or 'the configured model'} no longer holds the weights that were committed; it was "
-                    "written to since"
-                )
+            self._misread = dict(weights.digests)
+            check_digest(weights.digest, order)
+            self._misread = None
             if order.probes is not None:
                 await asyncio.to_thread(self._probe, weights, order.probes)
         except BaseException:

@@ -325,7 +325,8 @@ class SimulatedFleet:
             return None
         content: Folder = {}
         source = order.source
-        for path in [BASE] if source is None else source.folders:
+        under = [BASE] if source is None or source.on_model else []
+        for path in [*under, *(source.folders if source is not None else ())]:
             if path not in self.folders:
                 raise WeightsSourceError(f"there is no folder {path}")
             content |= self.folders[path]

@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -224,5 +224,7 @@ def test_a_fleet_always_converges_to_one_version_and_resumes(machine: type[Fleet
             derandomize=True,
             database=None,
             suppress_health_check=list(HealthCheck),
+            # A counterexample is printed as it was found: to make it shorter may take longer than a test may.
+            phases=[Phase.generate],
         ),
     )

@@ -507,6 +507,31 @@ def test_without_a_replica_the_controller_checks_and_commits(fleet: SimulatedFle
     assert_all_serve(fleet, 3, num_replicas=1)
 
 
+def test_changes_that_the_controller_took_alone_lie_over_the_configured_model(fleet: SimulatedFleet) -> None:
+    fleet.folders["/part"] = {"b": 9.0}
+    for name in list(fleet.replicas):
+        fleet.kill(name)
+    fleet.pass_time(10)
+    assert swapped(fleet, "/part", partial=True).version == 2
+    fleet.add()
+    fleet.pass_time(5)
+    assert_all_serve(fleet, 2, num_replicas=1)
+    assert [one.engine.content for one in fleet.replicas.values()] == [{"a": 0.0, "b": 9.0}]
+
+
+def test_without_a_replica_there_is_no_going_back_to_what_was_overwritten(fleet: SimulatedFleet) -> None:
+    swapped(fleet, "/1")
+    swapped(fleet, "/2")
+    for name in list(fleet.replicas):
+        fleet.kill(name)
+    fleet.pass_time(10)
+    fleet.folders["/1"] = {"a": 5.0, "b": 5.0}
+    assert fleet.weights is not None
+    with pytest.raises(VersionUnavailable, match="/1 no longer holds the weights that were committed"):
+        fleet.loop.run(fleet.weights.rollback(RollbackRequest(2)))
+    assert committed_of(fleet).version == 3
+
+
 def test_what_a_partial_swap_left_is_told_again_to_whoever_repeats_it(fleet: SimulatedFleet) -> None:
     fleet.folders["/part"] = {"b": 9.0}
     first = swapped(fleet, "/part", partial=True, idempotency_key="k")
