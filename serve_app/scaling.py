@@ -83,8 +83,19 @@ class ScalingState:
     idle_since: float | None = None
     seen_at: float | None = None
     arrived_s: float = 0.0
-    rate: float = 0.0
-    slow_rate: float = 0.0
+    followed_s: float = 0.0
+    quick_sum: float = 0.0
+    slow_sum: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Seconds of work that come in a second, lately."""
+        return _mean(self.quick_sum, self.followed_s, TREND_SMOOTHING_S)
+
+    @property
+    def slow_rate(self) -> float:
+        """The same over three times as long."""
+        return _mean(self.slow_sum, self.followed_s, 3 * TREND_SMOOTHING_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,9 +229,15 @@ def _follow_arrivals(load: FleetLoad, state: ScalingState, now: float) -> Scalin
         state,
         seen_at=now,
         arrived_s=load.arrived_s,
-        rate=state.rate + quick * (rate - state.rate),
-        slow_rate=state.slow_rate + slow * (rate - state.slow_rate),
+        followed_s=state.followed_s + elapsed_s,
+        quick_sum=state.quick_sum + quick * (rate - state.quick_sum),
+        slow_sum=state.slow_sum + slow * (rate - state.slow_sum),
     )
+
+
+def _mean(smoothed: float, followed_s: float, over_s: float) -> float:
+    """Gives a smoothed value without the zero that it began with, or every start would look like growth."""
+    return smoothed / (1 - exp(-followed_s / over_s)) if followed_s > 0 else 0.0
 
 
 def _since(since: float | None, now: float) -> float:
