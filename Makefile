@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
 # tool:package pairs that make test-all needs beyond Python
-SYSTEM_TOOLS := prometheus:prometheus promtool:prometheus
+SYSTEM_TOOLS := prometheus:prometheus promtool:prometheus chromium:chromium
 
 PORT ?=
 MODEL ?=

@@ -318,6 +318,8 @@ class ReplicaReport:
     num_running: int = 0
     num_waiting: int = 0
     kv_usage: float = 0.0
+    generated_tokens: int = 0
+    """Since it started."""
     age_s: float = 0.0
     error: str | None = None
     """Why the replica has not caught up with the committed version yet, after an attempt that failed."""

@@ -187,6 +187,7 @@ class EngineReplica:
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             kv_usage=stats.kv_usage,
+            generated_tokens=stats.generated_tokens_total,
             error=self._follower.error,
             num_ranks=self._settings.replicas.tensor_parallel_size,
             swap_id=self._follower.swap_id,

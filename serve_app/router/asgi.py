@@ -16,6 +16,8 @@ from serve_app.router.openapi import add_document
 from serve_app.router.ops_routes import ops_routes
 from serve_app.router.service import GenerationService
 from serve_app.router.text_routes import text_routes
+from serve_app.router.wall import Wall
+from serve_app.router.wall_routes import wall_routes
 from serve_app.settings import AppSettings
 
 BODIES = (ChatRequest, CompletionRequest, TokenizeBody, DetokenizeBody, AbortBody)
@@ -29,6 +31,7 @@ def build_asgi(
         openai_routes(service, settings),
         text_routes(service, settings),
         ops_routes(service.fleet, numbers, model=settings.model_name),
+        wall_routes(Wall(service.fleet, numbers, model=settings.model_name)),
         admin_routes(service.fleet, AdminKey(KeyRing(settings.admin_keys(), what="admin key"))),
     ]
     app = build_http(

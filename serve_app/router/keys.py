@@ -16,8 +16,8 @@ from serve_app.settings import KeySource, parse_keys
 
 logger = logging.getLogger("ray.serve.pitstop")
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""For probes and Prometheus, which bring no key."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics"})
+"""For probes, Prometheus and the page of the pit wall, which holds no data; they bring no key."""
 ADMIN_PATHS = "/admin/"
 """These ask for a key of their own."""
 ID_DIGITS = 16
