@@ -1,4 +1,4 @@
-"""The command line: `pitstop serve | swap | rollback | status | pause | resume | fetch`.
+"""The command line: `pitstop serve | swap | rollback | status | pause | resume | bench | fetch`.
 
 Only argument parsing happens here.
 """
@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from serve_app.cli.admin import DEFAULT_URL, AdminApi, print_ended, print_lease, print_status, print_swap
+from serve_app.cli.bench import bench
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import find_admin_key
 from serve_app.cli.launch import launch
@@ -185,6 +186,9 @@ def resume(
     """End a pause, or all of them."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     print_ended(api.resume({"lease_id": lease_id}), as_json=as_json)
+
+
+app.command()(bench)
 
 
 @app.command()

@@ -65,7 +65,7 @@ class AdminApi:
                 json=body,
                 headers=self._headers,
                 timeout=timeout_s,
-                trust_env=not _is_this_machine(self._url),
+                trust_env=not is_this_machine(self._url),
             )
         except httpx.TimeoutException as error:
             raise CommandFailed(f"{url} did not answer within {timeout_s:.0f} s") from error
@@ -140,7 +140,7 @@ def _source(source: dict[str, Any]) -> str:
     return str(source["path"] or " under ".join(source["layers"]))
 
 
-def _is_this_machine(url: str) -> bool:
+def is_this_machine(url: str) -> bool:
     """Whether what the environment says of proxies is not meant for this address."""
     host = httpx.URL(url).host
     try:
