@@ -435,7 +435,7 @@ ROUTER = Dashboard(
                     "Choices of a replica",
                     PER_SECOND,
                     "A second; fallback means that the policy failed.",
-                    _by("outcome", "pitstop_routing_decisions_total"),
+                    _by("reason", "pitstop_routing_decisions_total"),
                 ),
                 Panel(
                     "Waiting at the routers",

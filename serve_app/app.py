@@ -50,6 +50,7 @@ def engine_options(settings: AppSettings) -> dict[str, Any]:
         **_placement(replicas),
         "request_router_config": RequestRouterConfig(
             request_router_class=WorkRouter,  # type: ignore[arg-type]  # wrongly inferred from Ray's serializer
+            request_router_kwargs={"policy": settings.routing.policy},
             request_routing_stats_period_s=settings.routing.stats_period_s,  # type: ignore[arg-type]
         ),
         "health_check_period_s": replicas.health_check_period_s,

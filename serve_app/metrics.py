@@ -88,6 +88,11 @@ ENGINE_METRICS = (
     ),
     _gauge("pitstop_prefill_tokens_per_second", "prefill_tokens_per_s", "Measured speed of prompts, moving average."),
     _gauge("pitstop_decode_tokens_per_second", "decode_tokens_per_s", "Measured speed of generation, moving average."),
+    _gauge("pitstop_step_fixed_seconds", "fixed_step_s", "What every step takes, learned from the latest ones."),
+    _gauge("pitstop_step_request_seconds", "request_step_s", "What each generating request adds to a step."),
+    _gauge("pitstop_step_prompt_token_seconds", "token_step_s", "What each prompt token adds to a step."),
+    _gauge("pitstop_step_max_tokens", "max_step_tokens", "Tokens that a step may compute now."),
+    _gauge("pitstop_max_running_requests", "max_running", "Requests that the engine computes at once at most."),
     _gauge("pitstop_last_step_seconds", "last_step_s", "Duration of the latest step."),
     _gauge("pitstop_weight_version", "weight_version", "Weight version that the replica generates with."),
     _counter(
@@ -233,7 +238,16 @@ ROUTER_METRICS = (
     MetricSpec("pitstop_requests_waiting_at_router", "gauge", "Requests that wait for their first token."),
     MetricSpec("pitstop_refusals_total", "counter", "Errors answered, by the code in the answer.", ("code",)),
     MetricSpec(
-        "pitstop_routing_decisions_total", "counter", "Choices of a replica; fallback is a failed policy.", ("outcome",)
+        "pitstop_routing_decisions_total",
+        "counter",
+        "Choices of a replica, by what decided; waited found none open, fallback is a failed policy.",
+        ("reason",),
+    ),
+    MetricSpec(
+        "pitstop_routing_hit_tokens_total",
+        "counter",
+        "Prompt tokens that the chosen replica was expected to have cached, and that it had.",
+        ("kind",),
     ),
     MetricSpec(
         "pitstop_version_tokens_total",

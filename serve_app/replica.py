@@ -108,6 +108,7 @@ class EngineReplica:
             raise DuplicateRequest(f"request {request.request_id} is in flight already", param="request_id")
         stream = TokenStream(request, replica_id=self._replica_id)
         self._streams[request.request_id] = stream
+        self._meter.note_arrival(stream, self._manager.stats())
         try:
             self._submit(request, stream, await self._constraint(request))
             async for event in self._events(stream):
@@ -204,17 +205,19 @@ class EngineReplica:
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Gives Serve the load of this replica for its routers."""
-        load = self._meter.load(self._manager.stats(), self._streams.values())
+        stats = self._manager.stats()
         return self._meter.routing_stats(
-            load,
+            self._meter.load(stats, self._streams.values()),
+            replace(stats, weight_version=self._follower.version),
+            prefixes=self._manager.cached_prefixes(self._settings.routing.max_told_prefixes),
             is_fenced=self._is_unhealthy or self._follower.is_fenced,
-            weight_version=self._follower.version,
+            is_avoided=stats.is_paused,
         )
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Gives Serve the work of this replica for the autoscaling policy."""
-        load = self._meter.load(self._manager.stats(), self._streams.values())
-        return {"work_s": self._meter.work_s(load), "num_requests": float(len(self._streams))}
+        stats = self._manager.stats()
+        return self._meter.autoscaling_stats(self._meter.load(stats, self._streams.values()), stats)
 
     # Life
 
@@ -347,8 +350,9 @@ class EngineReplica:
         return expose_engine(self._manager.stats(), replica=self._rank) + self._recorder.expose()
 
     def _set_gauges(self) -> None:
-        load = self._meter.load(self._manager.stats(), self._streams.values())
-        self._recorder.set_gauge("pitstop_work_seconds", self._rank, value=self._meter.work_s(load))
+        stats = self._manager.stats()
+        work_s = self._meter.work_s(self._meter.load(stats, self._streams.values()), stats)
+        self._recorder.set_gauge("pitstop_work_seconds", self._rank, value=work_s)
         target_s = self._settings.autoscaling.target_work_s
         self._recorder.set_gauge("pitstop_work_target_seconds", self._rank, value=target_s)
 
@@ -371,7 +375,6 @@ class EngineReplica:
             self._check_engine()
             try:
                 await self._member.beat()
-                self._meter.decay()
                 self._set_gauges()
                 self._hears_controller = True
             except Exception:

@@ -47,7 +47,8 @@ class ReplicaChoice:
         self._sent = SentWork()
         self._sent_prefixes = SentPrefixes()
         self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._mean_work = (0.0, 0.0)
+        self.mean_work = (0.0, 0.0)
+        """Tokens of a usual request: of its prompt, as far as it is not cached, and of its answer."""
         self._turn = 0
         self._hits: Floats = np.zeros(0)
 
@@ -66,31 +67,60 @@ class ReplicaChoice:
         names: `short_names` of the full blocks of the prompt, page_size tokens each. candidates: the rows to choose
         from; None is all.
         """
-        unseen = self._sent.unseen(self._table.reported_at - REPORT_MARGIN_S, horizon_s=HORIZON_S)
-        replicas = self._table.replicas(unseen, mean_work=self._mean_work, now=now)
-        if candidates is not None:
-            replicas.is_open = replicas.is_open & candidates
+        replicas, self._hits = self.look(work, names, now=now, page_size=page_size, candidates=candidates)
         if self._policy in (RoutingPolicy.ROUND_ROBIN, RoutingPolicy.POWER_OF_TWO):
             return self._simple(replicas)
-        self._hits = np.zeros(len(replicas))
-        if self._policy == RoutingPolicy.PREFIX and names:
-            found = hit_blocks(names, len(replicas), self._table.prefixes, self._sent_prefixes)
-            self._hits = np.minimum(found * page_size, work.prefill_tokens)
         scores = score(replicas, work, self._hits)
-        row = self._sessions.get(session, -1) if session is not None else -1
-        if 0 <= row < len(scores):
+        row = self.row_of_session(session)
+        if row is not None and row < len(scores):
             scores[row] *= SESSION_SHARE
         best = float(scores.min(initial=np.inf))
         return ranked(scores, self._rng, MARGIN_SHARE * best if np.isfinite(best) else 0.0)
 
+    def look(
+        self,
+        work: Work,
+        names: Sequence[int] = (),
+        *,
+        now: float,
+        page_size: int = 1,
+        candidates: Bools | None = None,
+    ) -> tuple[Replicas, Floats]:
+        """Gives what is known of the replicas, and the tokens of the prompt that each is expected to have cached."""
+        unseen = self._sent.unseen(self._table.reported_at - REPORT_MARGIN_S, horizon_s=HORIZON_S)
+        replicas = self._table.replicas(unseen, mean_work=self.mean_work, now=now)
+        if candidates is not None:
+            replicas.is_open = replicas.is_open & candidates
+        if self._policy != RoutingPolicy.PREFIX or not names:
+            return replicas, np.zeros(len(replicas))
+        found = hit_blocks(names, len(replicas), self._table.prefixes, self._sent_prefixes)
+        return replicas, np.minimum(found * page_size, work.prefill_tokens)
+
+    def expected_hit(self, row: int) -> float:
+        """Gives how many tokens of the prompt last chosen for the replica in this row is expected to have cached."""
+        return float(self._hits[row]) if row < len(self._hits) else 0.0
+
+    def row_of_session(self, session: str | None) -> int | None:
+        """Gives the row to which a session was sent last; None where it is not known any more."""
+        return None if session is None else self._sessions.get(session)
+
     def note_sent(
-        self, row: int, work: Work, names: Sequence[int] = (), *, now: float, session: str | None = None
+        self,
+        row: int,
+        work: Work,
+        names: Sequence[int] = (),
+        *,
+        now: float,
+        session: str | None = None,
+        hit_tokens: float | None = None,
     ) -> int:
-        """Counts a request as sent to a replica, right after `choose`; gives what `note_done` wants."""
-        hit = float(self._hits[row]) if row < len(self._hits) else 0.0
-        miss = max(1.0, work.prefill_tokens - hit)
-        prefill, decode = self._mean_work
-        self._mean_work = (
+        """Counts a request as sent to a replica; gives what `note_done` wants.
+
+        hit_tokens: of its prompt, as `expected_hit` gave them; None takes those of the last choice.
+        """
+        miss = max(1.0, work.prefill_tokens - (self.expected_hit(row) if hit_tokens is None else hit_tokens))
+        prefill, decode = self.mean_work
+        self.mean_work = (
             prefill + SMOOTHING * (miss - prefill),
             decode + SMOOTHING * (work.decode_tokens - decode),
         )

@@ -4,21 +4,22 @@ Ray pickles the module of a policy by value, so globals of `routing` would be co
 imported by name and therefore the same for both.
 """
 
-from dataclasses import dataclass
+from threading import Lock
+
+from serve_app.request_routing import RequestRouting
+
+_lock = Lock()
+_routings: dict[str, RequestRouting] = {}
 
 
-@dataclass(slots=True)
-class RoutingCounts:
-    """Decisions since the process started. Written by the routing thread alone, read by any.
-
-    decided: choices the policy made.
-    waited: choices put off because every replica was fenced.
-    failed: choices where the policy raised, and every replica was offered instead.
-    """
-
-    decided: int = 0
-    waited: int = 0
-    failed: int = 0
+def share_routing(app_name: str, policy: str) -> RequestRouting:
+    """Gives the routing of an application in this process, the same one to all of its handles."""
+    with _lock:
+        if app_name not in _routings or _routings[app_name].policy != policy:
+            _routings[app_name] = RequestRouting(policy)
+        return _routings[app_name]
 
 
-COUNTS = RoutingCounts()
+def find_routing(app_name: str) -> RequestRouting | None:
+    """Gives the routing of an application in this process; None before its first handle was used."""
+    return _routings.get(app_name)

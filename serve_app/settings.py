@@ -89,18 +89,21 @@ class ReplicaSettings(Section):
 
 
 class AutoscalingSettings(Section):
-    """When the fleet grows and shrinks.
+    """When the fleet grows and shrinks. Whichever target needs the most replicas decides.
 
-    target_work_s: seconds of estimated work (queued and running, at the measured speed) one replica may have; more asks
-        for another replica. Ten seconds is about what a reader of a stream accepts as a wait.
+    target_token_time_s: seconds between two tokens of an answer, which bounds how many requests a replica should
+        generate at once; faster than anybody reads.
+    target_work_s: seconds of estimated work (queued and running, at the measured speed) one replica may have; about
+        what a reader of a stream accepts as a wait.
     assumed_prefill_tokens_per_s, assumed_decode_tokens_per_s: tokens a second of a replica before it has measured
         itself; a small model on one CPU core.
     upscale_delay_s: seconds the need has to last before a replica is added; long enough to ignore a single burst step.
     downscale_delay_s: seconds of too little work before one is removed; longer, because starting one costs seconds.
-    metrics_interval_s: seconds between the numbers a replica sends.
-    look_back_s: seconds over which they are averaged.
+    metrics_interval_s: seconds between the numbers a replica sends, and between the numbers of waiting requests.
+    look_back_s: seconds after which a number of a silent replica is forgotten.
     """
 
+    target_token_time_s: float = Field(default=0.2, gt=0)
     target_work_s: float = Field(default=10.0, gt=0)
     assumed_prefill_tokens_per_s: float = Field(default=500.0, gt=0)
     assumed_decode_tokens_per_s: float = Field(default=100.0, gt=0)
@@ -113,14 +116,21 @@ class AutoscalingSettings(Section):
 class RoutingSettings(Section):
     """How requests find their replica.
 
+    policy: prefix goes by the estimated time until the first token and the last, less what the replica has of the
+        prompt in its cache; work does not look at caches; power_of_two takes the one with fewer requests of two at
+        random, and round_robin one after the other, both for comparison.
     num_routers: replicas of the router itself; two keep the door open while one is replaced. One carries more than a
         thousand messages a second.
     stats_period_s: seconds between two reports of a replica's load to the routers; below 0.2 they come no faster and
         only cost Serve's controller more.
+    max_told_prefixes: names of cached prefixes in such a report, four bytes each; the newest, and of long prefixes
+        those at a few depths. 0 tells none.
     """
 
+    policy: Literal["work", "prefix", "power_of_two", "round_robin"] = "prefix"
     num_routers: int = Field(default=1, ge=1)
     stats_period_s: float = Field(default=0.2, gt=0)
+    max_told_prefixes: int = Field(default=512, ge=0, le=16384)
 
 
 class WeightSettings(Section):

@@ -4,8 +4,8 @@ import asyncio
 import time
 
 from engine import FinishReason, GenerationOutput, TopLogprobs, WeightSpan, sequence_ids
+from serve_app.expected_work import expected_work
 from serve_app.messages import GenerateRequest, TokenEvent
-from serve_app.routing import expected_work
 
 
 class TokenStream:

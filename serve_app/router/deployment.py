@@ -29,6 +29,7 @@ from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation
 from serve_app.router.numbers import RouterNumbers
+from serve_app.router.request_observer import RequestObserver
 from serve_app.router.service import Ask, GenerationService, Prompt
 from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
@@ -64,8 +65,11 @@ class Router:
         )
         tokenizer = Tokenizer.load(resolve_model(settings.model), trust_remote_code=settings.trust_remote_code)
         meter = VersionMeter(self._recorder, self._fleet)
-        self._service = GenerationService(settings, tokenizer=tokenizer, fleet=self._fleet, meter=meter)
-        self._numbers = RouterNumbers(self._recorder, self._service.admission)
+        observer = RequestObserver(self._recorder, routing=self._fleet.routing)
+        self._service = GenerationService(
+            settings, tokenizer=tokenizer, fleet=self._fleet, meter=meter, observer=observer
+        )
+        self._numbers = RouterNumbers(self._recorder, self._service.admission, routing=self._fleet.routing)
         start_mirror(self._recorder.expose, settings.metrics)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

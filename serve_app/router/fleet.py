@@ -22,8 +22,10 @@ from serve_app.messages import (
     SwapResult,
 )
 from serve_app.protocol.errors import SwapUnfinished
+from serve_app.request_routing import RequestRouting
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.version_watch import FleetVersions, VersionWatch
+from serve_app.routing_state import find_routing
 from serve_app.settings import AppSettings
 
 logger = logging.getLogger("ray.serve.pitstop")
@@ -66,11 +68,16 @@ class Fleet:
         self._request_timeout_s = settings.limits.request_timeout_s
         self._weights = settings.weights
         self._max_replicas = settings.replicas.max
+        self._app_name = engine.app_name
         self._limits: ModelLimits | None = None
         self._last_committed: CommittedWeights | None = None
         self._version_watch = VersionWatch(self.status)
         self.newest_version = 0
         """The highest committed version heard of, as news; asking is `committed`."""
+
+    def routing(self) -> RequestRouting | None:
+        """Gives what chooses replicas in this process; None before the first call."""
+        return find_routing(self._app_name)
 
     def generate(self, request: GenerateRequest, *, asked_at: float | None = None) -> HandleStream:
         """Opens the stream of a request at the replica that routing chooses; its time counts from asked_at, or now."""

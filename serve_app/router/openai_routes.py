@@ -166,6 +166,7 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         grammar=body.grammar(),
         min_weight_version=body.min_weight_version,
         weight_version=body.weight_version,
+        route="chat" if isinstance(body, ChatRequest) else "completions",
     )
 
 

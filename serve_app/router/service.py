@@ -17,6 +17,7 @@ from serve_app.router.chat_style import chat_style
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation, TokenEvents
 from serve_app.router.in_flight import InFlight
+from serve_app.router.request_observer import RequestObserver
 from serve_app.router.tenants import Tenants
 from serve_app.router.version_meter import MeteredEvents, VersionMeter
 from serve_app.router.versioned_stream import VersionedStream
@@ -42,6 +43,8 @@ class Ask:
     grammar: Grammar | None = None
     min_weight_version: int | None = None
     weight_version: int | None = None
+    route: str = "handle"
+    """By which it came: answers of one route have lengths of one kind."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -66,12 +69,21 @@ class Ask:
 class GenerationService:
     """Checks, tokenises and opens generations. For one event loop."""
 
-    def __init__(self, settings: AppSettings, *, tokenizer: Tokenizer, fleet: Fleet, meter: VersionMeter) -> None:
+    def __init__(
+        self,
+        settings: AppSettings,
+        *,
+        tokenizer: Tokenizer,
+        fleet: Fleet,
+        meter: VersionMeter,
+        observer: RequestObserver,
+    ) -> None:
         self._settings = settings
         self.tokenizer = tokenizer
         self.style = chat_style(tokenizer, settings)
         self.fleet = fleet
         self._meter = meter
+        self._observer = observer
         self.tenants = Tenants(settings.limits)
         self.in_flight = InFlight()
         self.admission = Admission(settings.limits.max_queued_requests * settings.replicas.max)
@@ -110,6 +122,8 @@ class GenerationService:
                 max_prompt_length=num_prompt_tokens,
                 max_generated_length=room,
                 num_requests=num_sequences,
+                expected_generated_length=ask.hints.expected_generated_length
+                or self._observer.expected_length(ask.hints.tenant, ask.route),
             ),
             cache_salt=ask.cache_salt,
             grammar=ask.grammar,
@@ -117,7 +131,7 @@ class GenerationService:
             weight_version=ask.weight_version,
         )
         return Generation(
-            self._events(request),
+            self._observer.observe(self._events(request), request, route=ask.route),
             [Answer(self.tokenizer, ask.rules, index=first_index + number) for number in range(num_sequences)],
             prompt_ids=ask.prompt_ids,
             end_sequence=self.fleet.end_sequence,

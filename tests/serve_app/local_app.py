@@ -21,6 +21,7 @@ from serve_app.ranks import start_engine
 from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import ModelLimits
 from serve_app.router.numbers import RouterNumbers
+from serve_app.router.request_observer import RequestObserver
 from serve_app.router.service import GenerationService
 from serve_app.router.version_meter import VersionMeter
 from serve_app.router.version_watch import FleetVersions
@@ -159,7 +160,11 @@ def local_app(settings: AppSettings) -> Iterator[LocalApp]:
     fleet: Any = LocalFleet(manager, grammars)
     recorder = Recorder(ROUTER_METRICS)
     service = GenerationService(
-        settings, tokenizer=Tokenizer.load(settings.model), fleet=fleet, meter=VersionMeter(recorder, fleet)
+        settings,
+        tokenizer=Tokenizer.load(settings.model),
+        fleet=fleet,
+        meter=VersionMeter(recorder, fleet),
+        observer=RequestObserver(recorder, routing=lambda: None),
     )
     app = build_asgi(service, settings, recorder=recorder, numbers=RouterNumbers(recorder, service.admission))
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")

@@ -16,6 +16,7 @@ from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import ModelLimits
 from serve_app.router.numbers import RouterNumbers
+from serve_app.router.request_observer import RequestObserver
 from serve_app.router.service import GenerationService
 from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
@@ -75,7 +76,13 @@ def client_of(template: str, text: str, **settings: Any) -> tuple[openai.AsyncOp
     app_settings = AppSettings(served_model_name="m", **settings)
     recorder = Recorder(ROUTER_METRICS)
     seam: Any = fleet
-    service = GenerationService(app_settings, tokenizer=style.tokenizer, fleet=seam, meter=VersionMeter(recorder, seam))
+    service = GenerationService(
+        app_settings,
+        tokenizer=style.tokenizer,
+        fleet=seam,
+        meter=VersionMeter(recorder, seam),
+        observer=RequestObserver(recorder, routing=lambda: None),
+    )
     app = build_asgi(service, app_settings, recorder=recorder, numbers=RouterNumbers(recorder, service.admission))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
     return openai.AsyncOpenAI(base_url="http://test/v1", api_key="x", max_retries=0, http_client=http), fleet

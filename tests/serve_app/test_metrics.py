@@ -57,6 +57,7 @@ def test_labels_are_only_those_with_few_values() -> None:
         "code",
         "phase",
         "router",
+        "kind",
     }
 
 

@@ -1,7 +1,5 @@
-"""Routing: the score is estimated time, own work counts at once, fenced replicas get nothing, nothing raises."""
+"""The policy as Ray asks it: ranked replicas one by one, own work at once, and nothing ever raises."""
 
-import asyncio
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,85 +7,36 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.request_router import FIFOMixin, RequestRouter
 
-from engine import SamplingParams, WorkloadHints
+from engine import SamplingParams
 from serve_app import routing_state
 from serve_app.messages import GenerateRequest
-from serve_app.routing import DEFAULT_EXPECTED_TOKENS, ReplicaLoad, Work, WorkRouter, expected_work, score
+from serve_app.request_routing import RequestRouting
+from serve_app.routing import WorkRouter
+from serve_app.routing_state import find_routing, share_routing
+
+SPEED = {"step_s": 0.01, "request_s": 0.001, "token_s": 0.001, "step_tokens": 512, "max_running": 8}
 
 
-def request(
-    *, prompt: int = 10, limit: int | None = 20, expected: int = 0, least: int | None = None, pin: int | None = None
-) -> GenerateRequest:
-    return GenerateRequest(
-        request_id="r",
-        prompt_ids=[1] * prompt,
-        sampling=SamplingParams(max_new_tokens=limit),
-        hints=WorkloadHints(expected_generated_length=expected),
-        min_weight_version=least,
-        weight_version=pin,
-    )
+@dataclass
+class Id:
+    unique_id: str
 
-
-def test_the_score_is_the_estimated_time() -> None:
-    load = ReplicaLoad(prefill_tokens=100, decode_tokens=50, prefill_tokens_per_s=1000, decode_tokens_per_s=100)
-    assert score([load], Work(prefill_tokens=900, decode_tokens=150)) == [pytest.approx(1.0 + 2.0)]
-
-
-def test_more_work_scores_worse_and_more_speed_better() -> None:
-    loads = [
-        ReplicaLoad(decode_tokens=100, decode_tokens_per_s=100),
-        ReplicaLoad(decode_tokens=200, decode_tokens_per_s=100),
-        ReplicaLoad(decode_tokens=100, decode_tokens_per_s=180),
-    ]
-    first, loaded, fast = score(loads, Work())
-    assert fast < first < loaded
-
-
-def test_an_unmeasured_replica_is_taken_to_be_as_fast_as_the_fastest() -> None:
-    measured, new = score([ReplicaLoad(decode_tokens=10, decode_tokens_per_s=40), ReplicaLoad()], Work(0, 40))
-    assert new == pytest.approx(1.0)
-    assert measured > new
-
-
-def test_small_batches_do_not_make_a_replica_look_hopeless() -> None:
-    busy = ReplicaLoad(decode_tokens=800, decode_tokens_per_s=100)
-    quiet = ReplicaLoad(decode_tokens=200, decode_tokens_per_s=15)
-    busy_score, quiet_score = score([busy, quiet], Work(0, 100))
-    assert quiet_score < busy_score
-
-
-def test_fenced_replicas_score_infinity_and_scores_are_finite_otherwise() -> None:
-    generator = random.Random(1)
-    for _ in range(200):
-        loads = [
-            ReplicaLoad(
-                generator.choice([0, generator.random() * 1e6]),
-                generator.choice([0, generator.random() * 1e6]),
-                generator.choice([0, generator.random() * 1e4]),
-                generator.choice([0, generator.random() * 1e4]),
-                generator.random() < 0.3,
-            )
-            for _ in range(generator.randrange(6))
-        ]
-        for load, seconds in zip(loads, score(loads, Work(5, 5)), strict=True):
-            assert (seconds == float("inf")) == load.is_fenced
-            assert seconds > 0
-
-
-def test_hints_say_what_to_expect_and_the_limit_bounds_it() -> None:
-    assert expected_work(request(limit=100, expected=30)) == Work(10, 30)
-    assert expected_work(request(limit=100)) == Work(10, 100)
-    assert expected_work(request(limit=20, expected=30)) == Work(10, 20)
-    assert expected_work(request(limit=None)) == Work(10, DEFAULT_EXPECTED_TOKENS)
+    def __hash__(self) -> int:
+        return hash(self.unique_id)
 
 
 @dataclass
 class Replica:
     """The part of Serve's RunningReplica that the policy reads."""
 
-    replica_id: str
-    routing_stats: dict[str, Any] = field(default_factory=dict)
+    name: str
+    routing_stats: Any = field(default_factory=dict)
+
+    @property
+    def replica_id(self) -> Id:
+        return Id(self.name)
 
 
 class Result:
@@ -104,97 +53,95 @@ class Result:
             callback(self)
 
 
+class Router(WorkRouter):
+    """The policy without the rest of Serve's router."""
+
+    def __init__(self, *replicas: Replica, policy: str = "prefix") -> None:
+        self._deployment_id: Any = SimpleNamespace(app_name="test", name="EngineReplica")
+        routing_state._routings.clear()
+        self.initialize_state(policy=policy)
+        self.replicas: Any = list(replicas)
+        self.update_replicas(self.replicas)
+
+    async def order(self, *arguments: Any) -> list[str]:
+        groups = await self.choose_replicas(candidate_replicas=self.replicas, pending_request=pending(*arguments))
+        assert all(len(group) == 1 for group in groups)
+        return [_name_of(group[0]) for group in groups]
+
+
+def _name_of(replica: Any) -> str:
+    return str(replica.name)
+
+
+@pytest.fixture(autouse=True)
+def _without_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestRouter, "update_replicas", lambda *_: None)
+    monkeypatch.setattr(RequestRouter, "on_new_queue_len_info", lambda *_: None)
+
+
+def request(*, name: str = "r", limit: int = 20) -> GenerateRequest:
+    return GenerateRequest(name, [1] * 10, SamplingParams(max_new_tokens=limit))
+
+
 def pending(*arguments: Any) -> Any:
     return SimpleNamespace(args=list(arguments), kwargs={}, routing_context=SimpleNamespace(should_backoff=False))
 
 
-class Router(WorkRouter):
-    """The policy without the rest of Serve's router."""
-
-    def __init__(self) -> None:
-        self._lazily_fetched_loop = asyncio.get_running_loop()
-        self.initialize_state()
-
-
-def names(groups: list[list[Any]]) -> list[str]:
-    return [replica.replica_id for group in groups for replica in group]
+def test_serve_gives_calls_of_one_request_each_a_replica_of_its_own() -> None:
+    assert issubclass(WorkRouter, FIFOMixin)
 
 
 async def test_own_requests_count_at_once_and_are_forgotten_when_done() -> None:
-    router, result = Router(), Result()
-    replicas: list[Any] = [Replica("a"), Replica("b", {"decode_tokens": 5})]
-    order = pending(request())
-    assert names(await router.choose_replicas(candidate_replicas=replicas, pending_request=order)) == ["a", "b"]
-    assert order.routing_context.should_backoff
-    router.on_request_routed(order, "a", result)  # type: ignore[arg-type]
-    assert names(await router.choose_replicas(candidate_replicas=replicas, pending_request=order)) == ["b", "a"]
+    busy = {**SPEED, "prefill_tokens": 100, "reported_at": time.time()}
+    router, result = Router(Replica("a", SPEED), Replica("b", busy)), Result()
+    assert await router.order(request()) == ["a", "b"]
+    router.on_request_routed(pending(request(limit=5000)), Id("a"), result)  # type: ignore[arg-type]
+    for _ in range(9):
+        router.on_request_routed(pending(request()), Id("a"), Result())  # type: ignore[arg-type]
+    assert await router.order(request()) == ["b", "a"]
     result.finish()
-    await asyncio.sleep(0)
-    assert names(await router.choose_replicas(candidate_replicas=replicas, pending_request=order)) == ["a", "b"]
+    router.on_request_completed(Id("a"), "r")  # type: ignore[arg-type]
 
 
-async def test_a_report_replaces_what_was_sent_before_it() -> None:
-    router = Router()
-    router.on_request_routed(pending(request(limit=10_000)), "a", Result())  # type: ignore[arg-type]
-    stale, fresh = {"reported_at": time.time() - 10}, {"reported_at": time.time() + 10}
-    busy: Any = Replica("b", {"decode_tokens": 100})
-    for stats, expected in ((stale, ["b", "a"]), (fresh, ["a", "b"])):
-        replicas: list[Any] = [Replica("a", stats), busy]
-        assert names(await router.choose_replicas(replicas, pending(request()))) == expected
-
-
-async def test_fenced_replicas_are_not_offered_and_all_fenced_means_wait() -> None:
-    router = Router()
-    fenced: Any = Replica("a", {"is_fenced": True})
-    free: Any = Replica("b", {"decode_tokens": 10**6})
-    assert names(await router.choose_replicas([fenced, free], pending(request()))) == ["b"]
-    order = pending(request())
-    waited = routing_state.COUNTS.waited
-    assert await router.choose_replicas([fenced], order) == []
+async def test_serve_is_told_to_wait_between_two_tries() -> None:
+    router, order = Router(Replica("a", {"is_fenced": True})), pending(request())
+    assert await router.choose_replicas(router.replicas, order) == []
     assert order.routing_context.should_backoff
-    assert routing_state.COUNTS.waited == waited + 1
+    assert await router.choose_replicas(router.replicas, None) == [router.replicas]
 
 
-@pytest.mark.parametrize(("wish", "expected"), [
-    ({}, {"old", "new", "fenced", "silent"} - {"fenced"}), ({"least": 3}, {"new"}), ({"least": 2}, {"old", "new"}),
-    ({"pin": 2}, {"old"}), ({"pin": 3}, {"new"}), ({"least": 3, "pin": 3}, {"new"}),
-])  # fmt: skip
-async def test_a_request_goes_to_the_weights_it_accepts(wish: dict[str, int], expected: set[str]) -> None:
-    replicas: list[Any] = [
-        Replica("old", {"weight_version": 2}),
-        Replica("new", {"weight_version": 3, "decode_tokens": 10**6}),
-        Replica("fenced", {"weight_version": 3, "is_fenced": True}),
-        Replica("silent"),
-    ]
-    assert set(names(await Router().choose_replicas(replicas, pending(request(**wish))))) == expected
+async def test_all_handles_of_a_process_share_what_they_know() -> None:
+    router = Router(Replica("a"))
+    assert find_routing("test") is router._routing is share_routing("test", "prefix")
+    assert find_routing("other") is None
+    assert isinstance(share_routing("test", "work"), RequestRouting)
+    assert share_routing("test", "work") is not router._routing
 
 
-@pytest.mark.parametrize("wish", [{"least": 4}, {"pin": 1}])
-async def test_a_wish_nobody_fulfils_is_left_to_a_replica_to_refuse(wish: dict[str, int]) -> None:
-    replicas: list[Any] = [Replica("a", {"weight_version": 3}), Replica("b", {"weight_version": 3, "is_fenced": True})]
-    order = pending(request(**wish))
-    assert names(await Router().choose_replicas(replicas, order)) == ["a"]
-    assert order.routing_context.should_backoff
+@pytest.mark.parametrize("stats", [{"decode_tokens": "many"}, {"reported_at": [None]}, 7, {"prefixes": 3.5}])
+async def test_nonsense_in_a_report_is_counted_and_changes_nothing_for_others(stats: Any) -> None:
+    router = Router(Replica("a", stats), Replica("b", SPEED))
+    assert router._routing.reasons["fallback"] == 1
+    assert sorted(await router.order(request())) == ["a", "b"]
 
 
-async def test_equal_replicas_share_the_requests() -> None:
-    router = Router()
-    replicas: list[Any] = [Replica("a"), Replica("b")]
-    first = {names(await router.choose_replicas(replicas, pending(request())))[0] for _ in range(64)}
-    assert first == {"a", "b"}
+async def test_a_policy_that_fails_offers_every_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    router = Router(Replica("a"), Replica("b"))
 
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError
 
-@pytest.mark.parametrize("stats", [{"decode_tokens": "many"}, {"reported_at": None}, 7])
-async def test_nonsense_in_a_report_offers_every_replica_and_is_counted(stats: Any) -> None:
-    router = Router()
-    replicas: list[Any] = [Replica("a", stats), Replica("b")]
-    failed = routing_state.COUNTS.failed
-    assert await router.choose_replicas(replicas, pending(request())) == [replicas]
-    router.on_request_routed(pending(request()), "a", None)  # type: ignore[arg-type]
-    assert routing_state.COUNTS.failed == failed + 2
+    for name in ("choose", "sent", "note_count"):
+        monkeypatch.setattr(router._routing, name, fail)
+    assert await router.choose_replicas(router.replicas, pending(request())) == [router.replicas]
+    router.on_request_routed(pending(request()), Id("a"), Result())  # type: ignore[arg-type]
+    router.on_new_queue_len_info(Id("a"), 3)  # type: ignore[arg-type]
+    assert router._routing.reasons["fallback"] == 3
 
 
 async def test_calls_that_generate_nothing_weigh_nothing() -> None:
-    router = Router()
-    router.on_request_routed(pending("model_info"), "a", None)  # type: ignore[arg-type]
-    assert router._sent == {}
+    router, result = Router(Replica("a", SPEED)), Result()
+    router.on_request_routed(pending("model_info"), Id("a"), result)  # type: ignore[arg-type]
+    assert result.callbacks == []
+    assert await router.order("model_info") == ["a"]
+    assert sum(router._routing.reasons.values()) == 0

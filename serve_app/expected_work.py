@@ -1,0 +1,16 @@
+"""The tokens that a request is expected to cost, as routers, replicas and admission count it."""
+
+from serve_app.messages import GenerateRequest
+from serve_app.routing_score import Work
+
+DEFAULT_EXPECTED_TOKENS = 256
+"""Of an answer of which nothing is known; about the mean answer of a chat model."""
+
+
+def expected_work(request: GenerateRequest) -> Work:
+    """Gives the work of one request: its prompt, and its hint, else its limit, else what is usual."""
+    hints, limit = request.hints, request.sampling.max_new_tokens
+    expected = hints.expected_generated_length or limit or hints.max_generated_length or DEFAULT_EXPECTED_TOKENS
+    num_sequences = request.sampling.num_return_sequences or 1
+    each = expected if limit is None else min(expected, limit)
+    return Work(len(request.prompt_ids), num_sequences * each, num_sequences)
