@@ -1,4 +1,4 @@
-"""The command line: `pitstop serve | swap | rollback | status | pause | resume | bench | fetch`.
+"""The command line: `pitstop serve | swap | rollback | status | pause | resume | bench | doctor | fetch`.
 
 Only argument parsing happens here.
 """
@@ -11,6 +11,7 @@ import typer
 
 from serve_app.cli.admin import DEFAULT_URL, AdminApi, print_ended, print_lease, print_status, print_swap
 from serve_app.cli.bench import bench
+from serve_app.cli.doctor import doctor
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import find_admin_key
 from serve_app.cli.launch import launch
@@ -189,6 +190,7 @@ def resume(
 
 
 app.command()(bench)
+app.command()(doctor)
 
 
 @app.command()

@@ -58,8 +58,8 @@ def check_memory(folder: Path, *, replicas: int, ranks: int, dtype: str) -> None
 
     ranks: processes of one replica, which divide its weights.
     """
-    needed_bytes = replicas * (_weights_bytes(folder, dtype) + ranks * REPLICA_OVERHEAD_BYTES)
-    free_bytes = _available_bytes()
+    needed_bytes = replicas * (weights_bytes(folder, dtype) + ranks * REPLICA_OVERHEAD_BYTES)
+    free_bytes = available_bytes()
     if needed_bytes > free_bytes:
         raise CommandFailed(
             f"{replicas} replica(s) of {folder.name} need about {needed_bytes / GIB:.1f} GiB of memory and "
@@ -71,7 +71,7 @@ def _looks_like_hub_id(model: str) -> bool:
     return not model.startswith(("/", ".", "~")) and model.count("/") <= 1
 
 
-def _weights_bytes(folder: Path, dtype: str) -> int:
+def weights_bytes(folder: Path, dtype: str) -> int:
     """Size once loaded: the files' size, scaled from the dtype they are stored in to the one they are loaded in."""
     stored_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     stored_as = json.loads((folder / "config.json").read_text()).get("dtype")
@@ -80,7 +80,7 @@ def _weights_bytes(folder: Path, dtype: str) -> int:
     return int(stored_bytes * scale)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What the machine has left, cut by this container's limit."""
     available = int(psutil.virtual_memory().available)
     try:
