@@ -61,6 +61,7 @@ def measure(manager: Any, batches: list[int], num_new: int, num_rounds: int) -> 
             generated = after.generated_tokens_total - before.generated_tokens_total - len(prompts)
             prefilled = sum(map(len, prompts)) - (after.cached_tokens_total - before.cached_tokens_total)
             titles.append(title)
+            print(f"{title}: {steps} steps", file=sys.stderr, flush=True)
             rows.append((steps, generated, prefilled))
             seconds.append(after.step_seconds_total - before.step_seconds_total)
     counts, measured = np.array(rows, dtype=float), np.array(seconds)

@@ -38,8 +38,6 @@ class FleetTable:
         self.names: list[str | None] = [None] * FIRST_SIZE
         self._is_open: Bools = np.zeros(FIRST_SIZE, dtype=np.bool_)
         self._columns: dict[str, Floats] = {name: np.zeros(FIRST_SIZE) for name in (*TOLD, *UNKNOWN)}
-        self._counts = np.zeros(FIRST_SIZE)
-        self._counted_at = np.full(FIRST_SIZE, -np.inf)
 
     def __len__(self) -> int:
         """Rows, those of nobody included."""
@@ -72,11 +70,6 @@ class FleetTable:
         self.reported_at[row], self.versions[row], self._is_open[row] = reported_at, version, is_open
         self.prefixes.tell(row, prefixes)
 
-    def note_count(self, name: str, num_requests: int, *, now: float) -> None:
-        """Takes in how many requests a replica has in all, as it tells whenever it accepts one."""
-        row = self.row_of(name)
-        self._counts[row], self._counted_at[row] = num_requests, now
-
     def forget(self, name: str) -> None:
         """Forgets a replica that is gone."""
         row = self.rows.pop(name, None)
@@ -84,19 +77,22 @@ class FleetTable:
             return
         self.names[row] = None
         self._is_open[row] = False
-        self.reported_at[row] = self._counted_at[row] = -np.inf
+        self.reported_at[row] = -np.inf
         for column in self._columns.values():
             column[row] = 0.0
         self.prefixes.forget(row)
 
-    def replicas(self, unseen: Unseen, *, mean_work: tuple[float, float], now: float) -> Replicas:
-        """Gives what is known now: the reports, and what the caller has sent since.
+    def num_requests(self) -> Floats:
+        """Gives how many requests each replica had when it reported."""
+        return self._columns["num_running"] + self._columns["num_waiting"]
 
-        mean_work: prompt and answer tokens of a usual request; for those that others must have sent, by the counts.
+    def replicas(self, unseen: Unseen, others: Floats, *, mean_work: tuple[float, float], now: float) -> Replicas:
+        """Gives what is known now: the reports, and what was sent since.
+
+        unseen: by the caller. others: requests of which it only knows that others must have sent them; they are taken
+        to be of mean_work, prompt and answer tokens.
         """
         columns = self._columns
-        num_known = columns["num_running"] + columns["num_waiting"] + unseen.num_requests
-        others = np.where(self._counted_at > self.reported_at, np.maximum(self._counts - num_known, 0.0), 0.0)
         arrays = {name: self._filled(name) for name in UNKNOWN}
         used = unseen.prefill_tokens + unseen.decode_tokens + others * sum(mean_work)
         arrays["free_tokens"] = np.maximum(arrays["free_tokens"] - used, 0.0)
@@ -134,8 +130,6 @@ class FleetTable:
         size = len(self.names)
         self.names += [None] * size
         self.reported_at = np.append(self.reported_at, np.full(size, -np.inf))
-        self._counted_at = np.append(self._counted_at, np.full(size, -np.inf))
-        self._counts = np.append(self._counts, np.zeros(size))
         self.versions = np.append(self.versions, np.zeros(size, dtype=np.int64))
         self._is_open = np.append(self._is_open, np.zeros(size, dtype=np.bool_))
         self._columns = {name: np.append(column, np.zeros(size)) for name, column in self._columns.items()}

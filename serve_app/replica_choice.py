@@ -11,7 +11,7 @@ import numpy as np
 from serve_app.fleet_table import REPORT_MARGIN_S, FleetTable
 from serve_app.prefix_map import SentPrefixes, hit_blocks
 from serve_app.routing_score import Bools, Floats, Ints, Replicas, Work, ranked, score
-from serve_app.sent_work import SentWork
+from serve_app.sent_work import Counts, SentWork
 
 SESSION_SHARE = 0.9
 """Of its price, what the replica costs that had the session before: who talks on stays, unless it is too busy."""
@@ -45,6 +45,7 @@ class ReplicaChoice:
         self._policy = policy
         self._rng = rng
         self._sent = SentWork()
+        self._counts = Counts()
         self._sent_prefixes = SentPrefixes()
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self.mean_work = (0.0, 0.0)
@@ -88,7 +89,8 @@ class ReplicaChoice:
     ) -> tuple[Replicas, Floats]:
         """Gives what is known of the replicas, and the tokens of the prompt that each is expected to have cached."""
         unseen = self._sent.unseen(self._table.reported_at - REPORT_MARGIN_S, horizon_s=HORIZON_S)
-        replicas = self._table.replicas(unseen, mean_work=self.mean_work, now=now)
+        others = self._counts.beyond(self._table.num_requests() + unseen.num_requests, self._table.reported_at)
+        replicas = self._table.replicas(unseen, others, mean_work=self.mean_work, now=now)
         if candidates is not None:
             replicas.is_open = replicas.is_open & candidates
         if self._policy != RoutingPolicy.PREFIX or not names:
@@ -132,6 +134,10 @@ class ReplicaChoice:
                 self._sessions.popitem(last=False)
         return self._sent.add(row, work, miss_tokens=miss, now=now)
 
+    def note_count(self, row: int, num_requests: int, *, now: float) -> None:
+        """Takes in how many requests a replica has in all, as it tells whenever it accepts one."""
+        self._counts.note(row, num_requests, now=now)
+
     def note_done(self, token: int) -> None:
         """The request has ended."""
         self._sent.done(token)
@@ -139,6 +145,7 @@ class ReplicaChoice:
     def forget(self, row: int) -> None:
         """Forgets a replica that is gone, before its row is used again."""
         self._sent.forget_row(row)
+        self._counts.note(row, 0, now=-np.inf)
         self._sent_prefixes.forget(row)
         self._sessions = OrderedDict((key, at) for key, at in self._sessions.items() if at != row)
 

@@ -65,7 +65,7 @@ class RequestRouting:
         """Takes in how many requests a replica has in all."""
         with self._lock:
             if name in self._reports:
-                self._table.note_count(name, num_requests, now=time.time())
+                self._choice.note_count(self._table.row_of(name), num_requests, now=time.time())
 
     def choose(self, request: GenerateRequest | None, candidates: Iterable[str]) -> list[str]:
         """Gives those of the candidates that may take the request, the best first; None generates nothing."""

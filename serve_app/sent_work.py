@@ -1,4 +1,4 @@
-"""What a router has sent to replicas that their reports cannot show yet."""
+"""What a router knows of its replicas beyond their reports: what it sent since, and how many requests each told of."""
 
 from dataclasses import dataclass
 
@@ -18,6 +18,30 @@ class Unseen:
     decode_tokens: Floats
     num_requests: Floats
     since: Floats
+
+
+class Counts:
+    """How many requests each replica said it has in all, as it does whenever it accepts one. One thread only."""
+
+    def __init__(self) -> None:
+        self._counts = np.zeros(FIRST_SIZE)
+        self._counted_at = np.full(FIRST_SIZE, -np.inf)
+
+    def note(self, row: int, num_requests: int, *, now: float) -> None:
+        """Takes in a count; at minus infinity it is none."""
+        if row >= len(self._counts):
+            more = max(row + 1 - len(self._counts), len(self._counts))
+            self._counts = np.append(self._counts, np.zeros(more))
+            self._counted_at = np.append(self._counted_at, np.full(more, -np.inf))
+        self._counts[row], self._counted_at[row] = num_requests, now
+
+    def beyond(self, num_known: Floats, reported_at: Floats) -> Floats:
+        """Gives by how many a count later than the report is above what is known of: requests that others sent."""
+        others = np.zeros(len(num_known))
+        size = min(len(others), len(self._counts))
+        is_later = self._counted_at[:size] > reported_at[:size]
+        others[:size] = np.where(is_later, np.maximum(self._counts[:size] - num_known[:size], 0.0), 0.0)
+        return others
 
 
 class SentWork:

@@ -107,7 +107,7 @@ def test_counts_tell_of_what_others_have_sent_since_the_report() -> None:
     router = choice(fleet)
     for _ in range(50):
         router.note_done(router.note_sent(fleet.rows["a"], Work(1000, 100), now=90.0))
-    fleet.note_count("a", 5, now=100.5)
+    router.note_count(fleet.rows["a"], 5, now=100.5)
     assert firsts(router, fleet) == {"b": 100}
     fleet.report("a", {**SPEEDS, "reported_at": 101.0})
     assert firsts(router, fleet) == {"a": 100}
