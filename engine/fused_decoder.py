@@ -155,7 +155,7 @@ class FusedLayer:
             view.slots_T.numpy(),
             cache_HNCE,
             (
-                room.take("normed", num_rows, self._shape.width),
+                room.take("normed", torch.get_num_threads(), num_rows, self._shape.width),
                 room.take("query", num_rows, *heads),
                 room.take("keys", num_rows, *kv_heads),
                 room.take("values", num_rows, *kv_heads),
@@ -177,7 +177,7 @@ class FusedLayer:
             weights.gates,
             weights.down,
             (
-                room.take("normed", num_rows, self._shape.width),
+                room.take("normed", torch.get_num_threads(), num_rows, self._shape.width),
                 room.take("gated", num_rows, self._shape.num_gate_columns),
             ),
             out_1MD.numpy()[0],

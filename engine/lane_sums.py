@@ -7,12 +7,13 @@ and rows that are turned, for many others to be multiplied with, need none.
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
-from numba.core import cgutils, types
+from numba.core import types
 from numba.extending import intrinsic
 
 from engine.matrix_tiles import (
     LANE,
     LANES,
+    LINE_NUMBERS,
     PANEL,
     ROWS_A_POINTER,
     VECTOR,
@@ -21,15 +22,10 @@ from engine.matrix_tiles import (
     index,
     load,
     looped,
+    prefetch,
     store,
     vector_function,
 )
-
-BYTE = ir.IntType(8)
-LINE_NUMBERS = 16
-"""Of float32 in a line of the processor's caches: 64 bytes on all that have AVX2."""
-FOR_READING, NEARLY_EVERYWHERE, DATA = 0, 2, 1
-"""What the compiler's prefetch wants to know: the second level of the caches, since the first holds little."""
 
 
 @intrinsic
@@ -111,16 +107,11 @@ def _emit_turn(context: Any, builder: Any, signature: Any, arguments: Any) -> An
 def _emit_fetch(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
     _, at, count = arguments
     (numbers,) = (array.data for array in arrays_of(context, builder, signature, arguments))
-    kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), LANE, LANE, LANE])
-    insert: Any = cgutils.get_or_insert_function
-    prefetch = insert(builder.module, kind, "llvm.prefetch.p0")
     first = builder.gep(numbers, [at])
-    how = [ir.Constant(LANE, value) for value in (FOR_READING, NEARLY_EVERYWHERE, DATA)]
 
     def ask(at: Any, _: list[Any]) -> list[Any]:
         for line in range(0, LANES, LINE_NUMBERS):
-            place = builder.gep(first, [builder.add(at, index(line))])
-            builder.call(prefetch, [builder.bitcast(place, BYTE.as_pointer()), *how])
+            prefetch(builder, builder.gep(first, [builder.add(at, index(line))]))
         return []
 
     looped(builder, count, [], ask)

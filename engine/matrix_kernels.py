@@ -35,8 +35,9 @@ def multiply(
     num_panels = len(panels_PKL)
     num_parts = min(num_panels, num_threads)
     for part in prange(num_parts):
-        for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
-            multiply_panel(rows_MK, panels_PKL, p, bias_N, out_MN)
+        last = num_panels * (part + 1) // num_parts
+        for p in range(num_panels * part // num_parts, last):
+            multiply_panel(rows_MK, panels_PKL, p, (panels_PKL, min(p + 1, last - 1)), bias_N, out_MN)
 
 
 @compiled(nogil=True, parallel=True)
@@ -48,35 +49,49 @@ def multiply_gated(
     num_parts = min(num_panels, num_threads)
     for part in prange(num_parts):
         pair_2ML = np.empty((2, len(rows_MK), PANEL), np.float32)
-        for p in range(num_panels * part // num_parts, num_panels * (part + 1) // num_parts):
-            gate_panel(rows_MK, gate_PKL, up_PKL, p, pair_2ML, out_MN)
+        last = num_panels * (part + 1) // num_parts
+        for p in range(num_panels * part // num_parts, last):
+            gate_panel(rows_MK, gate_PKL, up_PKL, p, (gate_PKL, min(p + 1, last - 1)), pair_2ML, out_MN)
 
 
 @compiled()
-def multiply_panel(rows_MK: np.ndarray, panels_PKL: np.ndarray, p: int, bias_N: np.ndarray, out_MN: np.ndarray) -> None:
-    """Writes the columns of one panel."""
+def multiply_panel(
+    rows_MK: np.ndarray,
+    panels_PKL: np.ndarray,
+    p: int,
+    ahead: tuple[np.ndarray, int],
+    bias_N: np.ndarray,
+    out_MN: np.ndarray,
+) -> None:
+    """Writes the columns of one panel; ahead: the panel that is read next."""
     num_rows, num_columns = out_MN.shape
     column = p * PANEL
     is_whole = column + PANEL <= num_columns
     out = out_MN.reshape(-1) if is_whole else np.empty(num_rows * PANEL, np.float32)
     at, step = (column, num_columns) if is_whole else (0, PANEL)
     _fill(out, at, step, num_rows, bias_N[column : column + PANEL])
-    # In one place: each is compiled anew, tile by tile.
-    add_panel(rows_MK, panels_PKL, p, out, at, step)
+    # In one place: each is compiled anew.
+    add_panel(rows_MK, panels_PKL, p, ahead, out, at, step)
     if not is_whole:
         out_MN[:, column:] = out.reshape(num_rows, PANEL)[:, : num_columns - column]
 
 
 @compiled()
 def gate_panel(
-    rows_MK: np.ndarray, gate_PKL: np.ndarray, up_PKL: np.ndarray, p: int, pair_2ML: np.ndarray, out_MN: np.ndarray
+    rows_MK: np.ndarray,
+    gate_PKL: np.ndarray,
+    up_PKL: np.ndarray,
+    p: int,
+    ahead: tuple[np.ndarray, int],
+    pair_2ML: np.ndarray,
+    out_MN: np.ndarray,
 ) -> None:
-    """Writes the gated columns of one panel; pair_2ML is room to work in."""
+    """Writes the gated columns of one panel; pair_2ML is room to work in, ahead the panel that is read next."""
     num_rows, num_columns = out_MN.shape
     gate_ML, up_ML, column = pair_2ML[0], pair_2ML[1], p * PANEL
-    pair_2ML[:] = np.float32(0)
+    pair_2ML[:, :num_rows] = np.float32(0)
     for i, panels_PKL in enumerate((gate_PKL, up_PKL)):
-        add_panel(rows_MK, panels_PKL, p, pair_2ML[i].reshape(-1), 0, PANEL)
+        add_panel(rows_MK, panels_PKL, p, ahead if i else (up_PKL, p), pair_2ML[i].reshape(-1), 0, PANEL)
     for m in range(num_rows):
         for n in range(min(PANEL, num_columns - column)):
             x = gate_ML[m, n]
@@ -96,18 +111,37 @@ def _fill(out: np.ndarray, at: int, step: int, num_rows: int, bias_L: np.ndarray
 
 
 @compiled()
-def add_panel(rows_MK: np.ndarray, panels_PKL: np.ndarray, p: int, out: np.ndarray, at: int, step: int) -> None:
-    """Adds the product with one panel to a tile of a flat array: it begins `at`, its rows are `step` apart."""
+def add_panel(
+    rows_MK: np.ndarray,
+    panels_PKL: np.ndarray,
+    p: int,
+    ahead: tuple[np.ndarray, int],
+    out: np.ndarray,
+    at: int,
+    step: int,
+) -> None:
+    """Adds the product with one panel to a tile of a flat array: it begins `at`, its rows are `step` apart.
+
+    Each part of the panel is multiplied while the next one comes from memory, that of the panel `ahead` at last: a
+    core that waits for its weights would multiply 16 to 64 rows at half of its speed.
+    """
     num_rows, width = rows_MK.shape
     rows, panels = rows_MK.reshape(-1), panels_PKL.reshape(-1)
+    ahead_PKL, ahead_p = ahead
     num_tiles, num_depths = (num_rows + HEIGHT - 1) // HEIGHT, (width + DEPTH - 1) // DEPTH
+    fetch_step = (PANEL + num_tiles - 1) // max(1, num_tiles)
     for d in range(num_depths):
         first, last = width * d // num_depths, width * (d + 1) // num_depths
+        fetched, fetched_at = panels, (p * width + last) * PANEL
+        if d + 1 == num_depths:
+            fetched, fetched_at = ahead_PKL.reshape(-1), ahead_p * ahead_PKL.shape[1] * PANEL
         for tile in range(num_tiles):
             # Tiles of about the same height: one of a single row is half as fast.
             low, high = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
             panel_at = (p * width + first) * PANEL
-            out_at = at + low * step
             add_tile(  # type: ignore[call-arg]
-                rows, low * width + first, width, panels, panel_at, PANEL, last - first, out, out_at, step, high - low
-            )
+                rows, low * width + first, width,
+                panels, panel_at, PANEL, last - first,
+                out, at + low * step, step, high - low,
+                fetched, fetched_at + (last - first) * tile // num_tiles * PANEL, fetch_step,
+            )  # fmt: skip

@@ -10,7 +10,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-FLOAT, INDEX, LANE = ir.FloatType(), ir.IntType(64), ir.IntType(32)
+FLOAT, INDEX, LANE, BYTE = ir.FloatType(), ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
 FEATURES = binding.get_host_cpu_features()
 IS_SUPPORTED = bool(FEATURES.get("fma")) and bool(FEATURES.get("avx512f") or FEATURES.get("avx2"))
@@ -22,6 +22,11 @@ PANEL = LANES * VECTORS
 """Columns of a tile."""
 ROWS_A_POINTER = 3
 """An address is a pointer and once or twice the distance of rows: so a tile takes few registers for addresses."""
+
+LINE_NUMBERS = 16
+"""Of float32 in a line of the processor's caches: 64 bytes on all that have AVX2."""
+FOR_READING, NEARLY_EVERYWHERE, DATA = 0, 2, 1
+"""What the compiler's prefetch wants to know: the second level of the caches, since the first holds little."""
 
 VECTOR = ir.VectorType(FLOAT, LANES)
 ALIGNMENT = 4
@@ -42,6 +47,9 @@ def add_tile(
     out_at: Any,  # noqa: ARG001
     out_step: Any,  # noqa: ARG001
     height: Any,  # noqa: ARG001
+    ahead: Any,
+    ahead_at: Any,  # noqa: ARG001
+    ahead_step: Any,  # noqa: ARG001
 ) -> Any:
     """Compiled, adds the product of some rows and a panel to a tile of `out`.
 
@@ -49,26 +57,45 @@ def add_tile(
     arrays of float32: they begin at `at`, and each of their rows is `step` further than the last.
     """
     number = types.int64
-    signature = types.void(rows, number, number, panel, number, number, number, out, number, number, number)
+    signature = types.void(
+        rows, number, number, panel, number, number, number, out, number, number, number, ahead, number, number
+    )
     return signature, _emit
 
 
 def _emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    _, row_at, row_step, _, panel_at, panel_step, depth, _, out_at, out_step, height = arguments
-    rows, panel, out = (array.data for array in arrays_of(context, builder, signature, arguments))
-    source = builder.gep(rows, [row_at]), row_step
-    weights = builder.gep(panel, [panel_at]), panel_step, depth
-    tile = builder.gep(out, [out_at]), out_step
+    _, row_at, row_step, _, panel_at, panel_step, depth, _, out_at, out_step, height, _, ahead_at, ahead_step = (
+        arguments
+    )
+    rows, panel, out, ahead = (array.data for array in arrays_of(context, builder, signature, arguments))
+    pairs = (rows, row_at), (panel, panel_at), (out, out_at), (ahead, ahead_at)
+    places = [builder.gep(array, [at]) for array, at in pairs]
+    builder.call(_function(builder.module), [*places, row_step, panel_step, out_step, ahead_step, depth, height])
+    return context.get_dummy_value()
+
+
+def _function(module: Any) -> Any:
+    """Gives the compiler's function for tiles of every height: one for all who call it, or each would compile them."""
+    name = f"pitstop_add_tile_{HEIGHT}x{PANEL}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [FLOAT.as_pointer()] * 4 + [INDEX] * 6), name)
+    function.linkage = "linkonce_odr"
+    function.attributes.add("noinline")
+    rows, panel, out, ahead, row_step, panel_step, out_step, ahead_step, depth, height = function.args
+    builder = ir.IRBuilder(function.append_basic_block("entry"))
     done = builder.append_basic_block("done")
     choice = builder.switch(height, done)
     for number in range(1, HEIGHT + 1):
         block = builder.append_basic_block(f"tile{number}")
         choice.add_case(index(number), block)
         builder.position_at_end(block)
-        _emit_tile(builder, number, source, weights, tile)
+        weights = panel, panel_step, depth
+        _emit_tile(builder, number, (rows, row_step), weights, (out, out_step), (ahead, ahead_step))
         builder.branch(done)
     builder.position_at_end(done)
-    return context.get_dummy_value()
+    builder.ret_void()
+    return function
 
 
 def arrays_of(context: Any, builder: Any, signature: Any, arguments: Any) -> list[Any]:
@@ -77,9 +104,10 @@ def arrays_of(context: Any, builder: Any, signature: Any, arguments: Any) -> lis
     return [context.make_array(kind)(context, builder, value) for kind, value in given if isinstance(kind, types.Array)]
 
 
-def _emit_tile(builder: Any, height: int, source: Any, weights: Any, out: Any) -> None:
+def _emit_tile(builder: Any, height: int, source: Any, weights: Any, out: Any, later: Any) -> None:
     """Sums one row of weights after the other, adds that to the tile: each given by its corner and its step."""
     (first_row, row_step), (first_weight, weight_step, depth), (corner, step) = source, weights, out
+    first_later, later_step = later
     starts = [builder.gep(first_row, [builder.mul(row_step, index(m))]) for m in range(0, height, ROWS_A_POINTER)]
     before, loop, after = builder.block, builder.append_basic_block("depth"), builder.append_basic_block("store")
     builder.branch(loop)
@@ -87,6 +115,7 @@ def _emit_tile(builder: Any, height: int, source: Any, weights: Any, out: Any) -
     count = carried(builder, depth, before)
     weight = carried(builder, first_weight, before)
     pointers = [carried(builder, start, before) for start in starts]
+    soon = carried(builder, first_later, before)
     # From zero: numbers are summed by parts of K, and rounding grows with the length of a part.
     sums = [carried(builder, ir.Constant(VECTOR, [0.0] * LANES), before) for _ in range(height * VECTORS)]
     weights_of_row = [load(builder, builder.gep(weight, [index(v * LANES)])) for v in range(VECTORS)]
@@ -98,6 +127,9 @@ def _emit_tile(builder: Any, height: int, source: Any, weights: Any, out: Any) -
         sums_of_row = sums[m * VECTORS : (m + 1) * VECTORS]
         for one, total in zip(weights_of_row, sums_of_row, strict=True):
             added.append(builder.call(vector_function(builder, "fma", 3), [everywhere, one, total]))
+    for line in range(0, PANEL, LINE_NUMBERS):
+        prefetch(builder, builder.gep(soon, [index(line)]))
+    soon.add_incoming(builder.gep(soon, [later_step]), loop)
     left = builder.sub(count, index(1))
     count.add_incoming(left, loop)
     weight.add_incoming(builder.gep(weight, [weight_step]), loop)
@@ -112,6 +144,15 @@ def _emit_tile(builder: Any, height: int, source: Any, weights: Any, out: Any) -
         column = index(i % VECTORS * LANES)
         place = builder.gep(corner, [builder.add(builder.mul(step, index(i // VECTORS)), column)])
         store(builder, builder.fadd(load(builder, place), result), place)
+
+
+def prefetch(builder: Any, place: Any) -> None:
+    """Has the processor fetch the line of its caches that is there, which will be read soon."""
+    kind = ir.FunctionType(ir.VoidType(), [BYTE.as_pointer(), LANE, LANE, LANE])
+    insert: Any = cgutils.get_or_insert_function
+    function = insert(builder.module, kind, "llvm.prefetch.p0")
+    how = [ir.Constant(LANE, value) for value in (FOR_READING, NEARLY_EVERYWHERE, DATA)]
+    builder.call(function, [builder.bitcast(place, BYTE.as_pointer()), *how])
 
 
 def index(value: int) -> Any:

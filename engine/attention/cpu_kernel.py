@@ -188,7 +188,20 @@ def _score_turned(
         for tile in range(num_tiles):
             row, end = num_rows * tile // num_tiles, num_rows * (tile + 1) // num_tiles
             add_tile(  # type: ignore[call-arg]
-                query, row * width, width, turned, 0, PANEL, width, scores, row * chunk + c, chunk, end - row
+                query,
+                row * width,
+                width,
+                turned,
+                0,
+                PANEL,
+                width,
+                scores,
+                row * chunk + c,
+                chunk,
+                end - row,
+                keys,
+                at,
+                0,
             )
 
 
@@ -259,6 +272,7 @@ def _add(
                 high - low,
                 sums, row * width + v, width,
                 end - row,
+                values, at, 0,
             )  # fmt: skip
     if tiled < width:
         for m in range(num_rows):

@@ -17,6 +17,7 @@ from engine.attention.cpu import CpuKernel, find_cpu_kernel
 from engine.attention.interface import STEP_ARGUMENT, attention_configs, no_attention, run_attention, use_step
 from engine.batch import build_batch
 from engine.config import ResolvedConfig
+from engine.decoder_kernels import BLOCK, MIN_ROWS_OF_A_THREAD
 from engine.fused_decoder import FusedLayer, fuse_decoder_layers
 from engine.kv_cache import KVCache
 from engine.matrix_tiles import IS_SUPPORTED
@@ -30,7 +31,7 @@ from engine.stand_ins import StandIn, in_use
 pytestmark = pytest.mark.skipif(not IS_SUPPORTED, reason="this processor has no products of ours")
 
 CPU = torch.device("cpu")
-PAGE, NUM_BLOCKS = 16, 16
+PAGE, NUM_BLOCKS = 16, 24
 STEPS = [[(0, 0, 37)], [(0, 37, 38), (1, 0, 20)], [(0, 38, 39), (1, 20, 21)]]
 """Of each row the request, its first position and its end: a prompt alone, one beside a single token, two of these."""
 
@@ -48,14 +49,19 @@ def packed_of(model: PreTrainedModel) -> PackedWeights:
 
 
 def logits_of(
-    model: PreTrainedModel, stand_ins: Sequence[StandIn], attention: CpuKernel | None = None, **named: Any
+    model: PreTrainedModel,
+    stand_ins: Sequence[StandIn],
+    attention: CpuKernel | None = None,
+    *,
+    steps: Sequence[Sequence[tuple[int, int, int]]] = STEPS,
+    **named: Any,
 ) -> Tensor:
     """Gives what the model computes in the steps; without a kernel attention is that of torch."""
     layers = probe_layers(model)
     windows = tuple(dict.fromkeys(layer.window for layer in layers))
     cache = KVCache(layers, config_of(windows), dtype=torch.float32, device=CPU)
     found = []
-    for step in STEPS:
+    for step in steps:
         rows = [planned_row(*row, num_groups=len(windows)) for row in step]
         batch = build_batch(rows, cache, windows, CPU, reads_in_place=attention is not None)
         named_step = {STEP_ARGUMENT: run_attention(batch.step, attention)}
@@ -120,6 +126,24 @@ def test_biases_and_widths_beside_the_panels_go(overrides: dict[str, Any], fused
     found = logits_of(model, stand_ins, kernel())
     assert fused_calls
     torch.testing.assert_close(found, logits_of(model, []), rtol=1e-4, atol=3e-4)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_rows", [MIN_ROWS_OF_A_THREAD - 1, MIN_ROWS_OF_A_THREAD, 2 * BLOCK + 3, 2 * BLOCK + 70])
+@pytest.mark.parametrize("overrides", [{}, {"attention_bias": True, "hidden_size": 72, "intermediate_size": 90}])
+def test_many_rows_are_divided_over_the_threads(overrides: dict[str, Any], num_rows: int, num_threads: int) -> None:
+    model = tiny_model("llama", **overrides)
+    steps = [[(0, 0, num_rows)], [(0, num_rows, num_rows + 1)]]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        attention = kernel()
+        attention.use_threads()
+        found = logits_of(model, stand_ins_for(model, packed_of(model)), attention, steps=steps)
+    finally:
+        torch.set_num_threads(before)
+        kernel().use_threads()
+    torch.testing.assert_close(found, logits_of(model, [], steps=steps), rtol=1e-4, atol=3e-4)
 
 
 class DoublingLayer(LlamaDecoderLayer):
