@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+import yaml
 
 from tests.ports import free_port
 from tests.serve_app.tiny_model import make_model_folder
@@ -20,6 +21,8 @@ from tests.serve_app.tiny_model import make_model_folder
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 REPOSITORY = Path(__file__).parents[2]
+CONFIGS = REPOSITORY / "configs"
+EXAMPLES = sorted((CONFIGS / "examples").glob("*.yaml"))
 COMMAND = [sys.executable, "-c", "from serve_app.cli import main; main()"]
 READY_S = 240.0
 """Twenty seconds on an idle machine; tests share two cores with others."""
@@ -55,11 +58,13 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def launched(model: Path, cache_dir: Path) -> Iterator[Launcher]:
+def launched(
+    model: Path, cache_dir: Path, *, config: Path = CONFIGS / "local.yaml", others: Sequence[str] = ("--replicas", "1")
+) -> Iterator[Launcher]:
     port = free_port()
-    options = ["--port", str(port), "--model", str(model), "--replicas", "1", "--cache-dir", str(cache_dir)]
+    options = ["--port", str(port), "--model", str(model), "--cache-dir", str(cache_dir), *others]
     process = subprocess.Popen(
-        [*COMMAND, "serve", str(REPOSITORY / "configs" / "local.yaml"), *options],
+        [*COMMAND, "serve", str(config), *options],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -104,6 +109,25 @@ def test_it_serves_swaps_and_ends_within_ten_seconds_of_ctrl_c(model_folder: Pat
             launcher.process.send_signal(signal.SIGINT)
             assert launcher.process.wait(GONE_S) == 0
         assert alive(processes) == []
+
+
+@pytest.mark.parametrize("config", EXAMPLES, ids=lambda path: path.stem)
+def test_every_example_serves_with_the_replicas_it_asks_for(config: Path, model_folder: Path, tmp_path: Path) -> None:
+    with launched(model_folder, tmp_path, config=config, others=()) as launcher:
+        launcher.wait_until_ready()
+        request = {"model": "tiny", "prompt": "a", "max_tokens": 8, "ignore_eos": True, "user": "somebody"}
+        answer = httpx.post(f"{launcher.url}/v1/completions", json=request, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["usage"]["completion_tokens"] == 8
+        wanted = yaml.safe_load(config.read_text())["applications"][0]["args"]["replicas"]["min"]
+        wait_until(lambda: _num_ready(launcher) == wanted, deadline_s=READY_S)
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.process.wait(GONE_S) == 0
+
+
+def _num_ready(launcher: Launcher) -> int:
+    replicas = httpx.get(f"{launcher.url}/wall/data", timeout=60).json()["replicas"]
+    return sum(replica["state"] == "ready" for replica in replicas)
 
 
 def test_a_signal_during_start_up_leaves_no_process(model_folder: Path, tmp_path: Path) -> None:
