@@ -267,6 +267,16 @@ def test_every_mount_has_its_volume_and_every_volume_is_mounted(overlay: str) ->
             assert {mount["name"] for mount in container["volumeMounts"]} <= mounted
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_code_compiled_on_a_pod_is_kept_where_it_can_be_written(overlay: str) -> None:
+    for pod in pods_of(overlay):
+        scratch = {volume["name"] for volume in pod["volumes"] if "emptyDir" in volume}
+        for container in pod["containers"]:
+            (folder,) = (entry["value"] for entry in container["env"] if entry["name"] == "NUMBA_CACHE_DIR")
+            places = [mount for mount in container["volumeMounts"] if folder.startswith(f"{mount['mountPath']}/")]
+            assert any(mount["name"] in scratch or not mount.get("readOnly") for mount in places)
+
+
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
 def test_every_pod_has_the_default_model_before_ray_starts(overlay: str) -> None:
     for pod in pods_of(overlay):
