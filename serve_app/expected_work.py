@@ -11,6 +11,7 @@ def expected_work(request: GenerateRequest) -> Work:
     """Gives the work of one request: its prompt, and its hint, else its limit, else what is usual."""
     hints, limit = request.hints, request.sampling.max_new_tokens
     expected = hints.expected_generated_length or limit or hints.max_generated_length or DEFAULT_EXPECTED_TOKENS
-    num_sequences = request.sampling.num_return_sequences or 1
-    each = expected if limit is None else min(expected, limit)
-    return Work(len(request.prompt_ids), num_sequences * each, num_sequences)
+    num_sequences, num_done = request.num_sequences, request.num_resumed_tokens
+    num_tokens = num_sequences * (expected if limit is None else min(expected, limit))
+    # What was generated elsewhere is computed as a prompt is.
+    return Work(len(request.prompt_ids) + num_done, max(num_sequences, num_tokens - num_done), num_sequences)

@@ -46,7 +46,7 @@ class LoadMeter:
             num_requests += len(stream.sequence_ids)
             decode_tokens += stream.remaining_tokens
             if stream.num_tokens == 0 and stream.arrived_at > counted_before:
-                prefill_tokens += stream.num_prompt_tokens
+                prefill_tokens += stream.num_prompt_tokens + stream.num_resumed_tokens
         return Load(prefill_tokens, decode_tokens, num_requests)
 
     def work_s(self, load: Load, stats: EngineStats) -> float:

@@ -34,6 +34,10 @@ class GenerateRequest:
     """One prompt for one replica. `cache_salt` keeps tenants' prefixes apart.
 
     min_weight_version: the least version whose weights may sample its tokens. weight_version: the only one that may.
+    A request that goes on after another replica has answered part of it: resumed has the tokens of each output so far,
+    its own first, None for one that has ended; resume_version is the version that drew the latest of them, and the one
+    that has to take it. excluded: replicas that have failed it, for others to be tried first. is_alone: replicas have
+    died of it, maybe, so that it has to be alone on the one that takes it.
     """
 
     request_id: str
@@ -44,11 +48,26 @@ class GenerateRequest:
     grammar: Grammar | None = None
     min_weight_version: int | None = None
     weight_version: int | None = None
+    resumed: tuple[tuple[int, ...] | None, ...] | None = None
+    resume_version: int | None = None
+    excluded: frozenset[str] = frozenset()
+    is_alone: bool = False
 
     def accepts(self, version: int) -> bool:
         """Gives whether these weights may answer it."""
-        is_pinned_elsewhere = self.weight_version is not None and self.weight_version != version
-        return not is_pinned_elsewhere and version >= (self.min_weight_version or 0)
+        is_wanted = all(pin in (None, version) for pin in (self.weight_version, self.resume_version))
+        return is_wanted and version >= (self.min_weight_version or 0)
+
+    @property
+    def num_sequences(self) -> int:
+        """Outputs that are still to come."""
+        if self.resumed is not None:
+            return sum(ids is not None for ids in self.resumed)
+        return self.sampling.num_return_sequences or 1
+
+    @property
+    def num_resumed_tokens(self) -> int:
+        return sum(len(ids or ()) for ids in self.resumed or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +239,14 @@ class PauseOrder:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainOrder:
+    """Replicas that are to hand their requests over and take no others, or to take some again."""
+
+    replica_ids: frozenset[str]
+    is_drained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class SwapReply:
     """A replica's answer to one phase of a swap, or to a pause, whose lease then is the swap_id.
 
@@ -313,7 +340,7 @@ class ReplicaReport:
     replica_id: str
     version: int
     state: str
-    """loading, ready, staging, staged, paused, draining, lagging or unhealthy."""
+    """loading, ready, drained, staging, staged, paused, draining, lagging or unhealthy."""
     source: WeightSource | None = None
     num_running: int = 0
     num_waiting: int = 0

@@ -262,6 +262,16 @@ ROUTER_METRICS = (
         buckets=STALENESS_BUCKETS,
     ),
     MetricSpec(
+        "pitstop_resumes_total",
+        "counter",
+        "Attempts to go on with a request at another replica, by why its own could not.",
+        ("reason",),
+    ),
+    MetricSpec(
+        "pitstop_resume_seconds", "histogram", "From the loss of a replica to the next event of a stream it had."
+    ),
+    MetricSpec("pitstop_poison_requests_total", "counter", "Requests refused because replicas died of them."),
+    MetricSpec(
         "pitstop_version_refusals_total",
         "counter",
         "Requests refused for the weight version they asked for, by outcome.",

@@ -20,17 +20,20 @@ from engine import (
     ContextLengthExceeded,
     DuplicateRequest,
     EngineDead,
+    EngineStopped,
     FinishReason,
     PitstopError,
     SamplingParams,
     TokenConstraint,
 )
+from serve_app.door import Door
 from serve_app.fleet_member import CannotJoin, ControllerCalls, FleetMember
 from serve_app.grammar import GrammarCompiler
 from serve_app.leased_pauses import LeasedPauses
 from serve_app.load_meter import LoadMeter
 from serve_app.manifest import FILE_NAME as MANIFEST_NAME
 from serve_app.messages import (
+    DrainOrder,
     GenerateRequest,
     PauseOrder,
     ReplicaReport,
@@ -66,6 +69,8 @@ class EngineReplica:
         self._controller = controller
         self._replica_id = serve.get_replica_context().replica_tag
         self._streams: dict[str, TokenStream] = {}
+        self._door = Door(self._streams, replica_id=self._replica_id)
+        self._is_ending = False
         self._recorder = Recorder(REPLICA_METRICS, buckets=settings.metrics.buckets)
         self._is_unhealthy = False
         self._hears_controller = True
@@ -99,11 +104,13 @@ class EngineReplica:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenEvent, None]:
         """Gives the tokens of one request as they come; leaving the generator ends the request in the engine.
 
-        Raises InvalidRequest and its kinds, QueueFull, WeightVersionUnavailable, EngineStopped and EngineDead before
-        the first event; whatever fails later is the last event.
+        Raises InvalidRequest and its kinds, QueueFull and WeightVersionUnavailable before the first event, and at any
+        time what has the router go on elsewhere: ReplicaDraining, EngineStopped and EngineDead. Whatever else fails
+        later is the last event.
         """
         await self._member.confirm()
         self._check_version(request)
+        self._door.enter(request)
         if request.request_id in self._streams:
             raise DuplicateRequest(f"request {request.request_id} is in flight already", param="request_id")
         stream = TokenStream(request, replica_id=self._replica_id)
@@ -115,6 +122,7 @@ class EngineReplica:
                 yield event
         finally:
             self._streams.pop(request.request_id, None)
+            self._door.leave(request.request_id)
             # Does nothing once the request has ended.
             self._manager.cancel_request(request.request_id)
 
@@ -130,6 +138,17 @@ class EngineReplica:
             "vocab_size": config.vocab_size,
             "weight_version": self._follower.version,
         }
+
+    async def set_drained(self, order: DrainOrder) -> str | None:
+        """Closes or opens the door where this replica is meant; gives its id then."""
+        if self._replica_id not in order.replica_ids:
+            return None
+        if order.is_drained:
+            self._door.drain()
+        else:
+            self._door.undrain()
+        logger.info("event=replica_drained replica=%s is_drained=%s", self._replica_id, order.is_drained)
+        return self._replica_id
 
     # Weights
 
@@ -210,7 +229,7 @@ class EngineReplica:
             self._meter.load(stats, self._streams.values()),
             replace(stats, weight_version=self._follower.version),
             prefixes=self._manager.cached_prefixes(self._settings.routing.max_told_prefixes),
-            is_fenced=self._is_unhealthy or self._follower.is_fenced,
+            is_fenced=self._is_unhealthy or self._follower.is_fenced or self._door.is_closed,
             is_avoided=stats.is_paused,
         )
 
@@ -229,6 +248,7 @@ class EngineReplica:
 
     def __del__(self) -> None:
         """Ends the engine; Serve calls it after the streams have ended or their time is up."""
+        self._is_ending = True
         # Also called where the constructor has failed half-way.
         if (heartbeat := getattr(self, "_heartbeat_task", None)) is not None:
             heartbeat.cancel()
@@ -268,7 +288,9 @@ class EngineReplica:
         if self._is_unhealthy:
             return "unhealthy"
         state = self._follower.state
-        return "paused" if state == "ready" and self._pauses.is_parked else state
+        if state == "ready" and self._pauses.is_parked:
+            return "paused"
+        return "drained" if state == "ready" and self._door.is_drained else state
 
     @property
     def _rank(self) -> str:
@@ -286,6 +308,10 @@ class EngineReplica:
         The engine looks at a pinned version itself, when it takes the request and at every swap.
         """
         version = self._follower.version
+        if request.resume_version not in (None, version):
+            raise WeightVersionUnavailable(
+                f"the answer so far is of weight version {request.resume_version}; this replica serves {version}"
+            )
         if version < (request.min_weight_version or 0):
             raise WeightVersionUnavailable(
                 f"min_weight_version is {request.min_weight_version}; this replica serves weight version {version}"
@@ -302,7 +328,7 @@ class EngineReplica:
     def _submit(self, request: GenerateRequest, stream: TokenStream, constraint: TokenConstraint | None) -> None:
         sampling = self._limited(request.sampling, len(request.prompt_ids))
         try:
-            for sequence_id in stream.sequence_ids:
+            for sequence_id in stream.open_ids:
                 self._manager.register_result_handler(sequence_id, stream.deliver)
             self._manager.add_request(
                 request.prompt_ids,
@@ -313,9 +339,10 @@ class EngineReplica:
                 hints=request.hints,
                 weight_version=request.weight_version,
                 constraint=constraint,
+                resumed=request.resumed,
             )
         except PitstopError:
-            for sequence_id in stream.sequence_ids:
+            for sequence_id in stream.open_ids:
                 self._manager.forget_result_handler(sequence_id)
             raise
 
@@ -339,10 +366,13 @@ class EngineReplica:
         timer = RequestTimer(self._recorder, stream, replica=self._rank)
         while not stream.is_over():
             event = await stream.read()
-            timer.take(event)
             if any(each.finish_reason == FinishReason.FAILED for each in (event, *event.more)):
-                # Alone, or with the whole engine?
+                # Alone, or with the whole engine? Then it goes on elsewhere.
                 self._check_engine()
+                if self._is_ending:
+                    raise EngineStopped(f"replica {self._replica_id} ends")
+                self._manager.check_health()
+            timer.take(event)
             yield event
 
     def _exposition(self) -> str:

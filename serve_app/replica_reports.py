@@ -8,7 +8,7 @@ from typing import Any
 
 from serve_app.messages import ReplicaReport, SwapOrder, SwapReply
 
-REPLICA_STATES = ("loading", "ready", "staging", "staged", "paused", "draining", "lagging", "unhealthy")
+REPLICA_STATES = ("loading", "ready", "drained", "staging", "staged", "paused", "draining", "lagging", "unhealthy")
 
 
 class ReplicaReports:
@@ -90,6 +90,6 @@ def _now() -> float:
 
 
 def _state(report: ReplicaReport, committed_version: int) -> str:
-    if report.state == "ready" and report.version < committed_version:
+    if report.state in ("ready", "drained") and report.version < committed_version:
         return "lagging"
     return report.state

@@ -149,8 +149,7 @@ class RequestRouting:
         found = [name for name in names if not self._reports[name].get("is_fenced")]
         if request is not None:
             found = [name for name in found if request.accepts(self._version_of(name))] or found
-            excluded: frozenset[str] = getattr(request, "excluded", frozenset())
-            found = [name for name in found if name not in excluded] or found
+            found = [name for name in found if name not in request.excluded] or found
         return [name for name in found if not self._reports[name].get("is_avoided")] or found
 
     def _names_of(self, request: GenerateRequest, version: int) -> Sequence[int]:

@@ -43,7 +43,7 @@ class RequestTimer:
         num_tokens = self._stream.num_tokens
         self._observe("pitstop_generation_seconds", now - self._stream.arrived_at)
         self._observe("pitstop_request_prompt_tokens", self._stream.num_prompt_tokens)
-        self._observe("pitstop_request_generated_tokens", num_tokens)
+        self._observe("pitstop_request_generated_tokens", num_tokens + self._stream.num_resumed_tokens)
         if self._stream.queued_s is not None:
             self._observe("pitstop_queue_seconds", self._stream.queued_s)
         if num_tokens > 1 and not self._is_cut:

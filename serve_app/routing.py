@@ -9,7 +9,7 @@ from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_app import routing_state
+from serve_app import routing_signals, routing_state
 from serve_app.messages import GenerateRequest
 
 logger = logging.getLogger(__name__)
@@ -26,6 +26,8 @@ class WorkRouter(FIFOMixin, RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
+        # One that Serve stops is no longer among them, and its streams learn it here (`fleet_watch`).
+        routing_signals.set_candidates(frozenset(_name(replica.replica_id) for replica in replicas))
         try:
             self._routing.update({_name(replica.replica_id): replica.routing_stats or {} for replica in replicas})
         except Exception:
@@ -48,8 +50,14 @@ class WorkRouter(FIFOMixin, RequestRouter):
                 return [candidate_replicas]
             # Without it Ray retries in a busy loop whenever no replica has room.
             pending_request.routing_context.should_backoff = True
-            replicas = {_name(replica.replica_id): replica for replica in candidate_replicas}
-            return [[replicas[name]] for name in self._routing.choose(_request_of(pending_request), replicas)]
+            named = {_name(replica.replica_id): replica for replica in candidate_replicas}
+            replicas = {name: replica for name, replica in named.items() if not routing_signals.is_avoided(name)}
+            request = _request_of(pending_request)
+            names = self._routing.choose(request, replicas)
+            if request is not None and names:
+                # One that stands still does not even say that it took it.
+                routing_signals.note_place(request.request_id, names[0])
+            return [[replicas[name]] for name in names]
         except Exception:
             self._routing.reasons["fallback"] += 1
             logger.exception("event=routing_failed fallback=all_replicas")
@@ -58,6 +66,8 @@ class WorkRouter(FIFOMixin, RequestRouter):
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         try:
             request = _request_of(pending_request)
+            if request is not None:
+                routing_signals.note_place(request.request_id, _name(replica_id))
             token = None if request is None else self._routing.sent(request, _name(replica_id))
             if token is not None:
                 # Called on one of Ray's threads, maybe at once; keyed by a token of our own, as Ray's ids are shared.

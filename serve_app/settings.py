@@ -133,6 +133,24 @@ class RoutingSettings(Section):
     max_told_prefixes: int = Field(default=512, ge=0, le=16384)
 
 
+class ResumeSettings(Section):
+    """What becomes of a request whose replica dies, falls silent or drains before it has ended.
+
+    silent_after_s: seconds without a heartbeat after which a replica counts as silent, and its streams without news for
+        as long go on elsewhere; three missed heartbeats (`weights.heartbeat_interval_s`).
+    on_version_gone: where no replica serves the weights that drew a request's tokens so far: continue with those that
+        are served (the answer's weight versions say so), wait for the old ones, or fail.
+    version_wait_s: how long to wait for them.
+    max_attempts: attempts in a row without a new token; then the request fails with what became of the last one.
+        A replica that drains or has no place costs none.
+    """
+
+    silent_after_s: float = Field(default=3.0, gt=0)
+    on_version_gone: Literal["continue", "wait", "fail"] = "continue"
+    version_wait_s: float = Field(default=30.0, ge=0)
+    max_attempts: int = Field(default=8, ge=1)
+
+
 class WeightSettings(Section):
     """Deadlines of a weight swap, all in seconds, and where the committed version is kept.
 
@@ -294,6 +312,7 @@ class AppSettings(Section):
     replicas: ReplicaSettings = Field(default_factory=ReplicaSettings)
     autoscaling: AutoscalingSettings = Field(default_factory=AutoscalingSettings)
     routing: RoutingSettings = Field(default_factory=RoutingSettings)
+    resume: ResumeSettings = Field(default_factory=ResumeSettings)
     weights: WeightSettings = Field(default_factory=WeightSettings)
     limits: LimitSettings = Field(default_factory=LimitSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)

@@ -6,6 +6,7 @@ import time
 from engine import FinishReason, GenerationOutput, TopLogprobs, WeightSpan, sequence_ids
 from serve_app.expected_work import expected_work
 from serve_app.messages import GenerateRequest, TokenEvent
+from serve_app.protocol.errors import ReplicaDraining
 
 
 class TokenStream:
@@ -19,16 +20,26 @@ class TokenStream:
         # The request's own output is the first: it is what a request for one sequence gives.
         own, *children = reversed(sequence_ids(request.request_id, request.sampling.num_return_sequences or 1))
         self.sequence_ids = [own, *reversed(children)]
+        resumed = request.resumed or ((),) * len(self.sequence_ids)
         self._sequences = {
-            name: _Sequence(name, index, replica_id=replica_id) for index, name in enumerate(self.sequence_ids)
+            name: _Sequence(name, index, replica_id=replica_id, num_read=len(ids))
+            for index, (name, ids) in enumerate(zip(self.sequence_ids, resumed, strict=True))
+            if ids is not None
         }
         self._expected_tokens = expected_work(request).decode_tokens
+        self._moves_because: str | None = None
         self._wake = asyncio.Event()
         self.num_prompt_tokens = len(request.prompt_ids)
+        self.num_resumed_tokens = request.num_resumed_tokens
         self.arrived_at = time.perf_counter()
         self.num_tokens = 0
         self.queued_s: float | None = None
         """Seconds from the engine's taking the request to its first step; None before."""
+
+    @property
+    def open_ids(self) -> list[str]:
+        """The outputs that have not ended."""
+        return list(self._sequences)
 
     def is_over(self) -> bool:
         """True once the endings of all sequences were read."""
@@ -55,9 +66,19 @@ class TokenStream:
             sequence.fail(error)
         self._wake.set()
 
+    def move(self, reason: str) -> None:
+        """Has the reader go on at another replica."""
+        self._moves_because = reason
+        self._wake.set()
+
     async def read(self) -> TokenEvent:
-        """Gives everything since the last read in one event; waits while there is nothing."""
+        """Gives everything since the last read in one event; waits while there is nothing.
+
+        Raises ReplicaDraining once it has to move; what was not read by then is generated again elsewhere.
+        """
         await self._wake.wait()
+        if self._moves_because is not None:
+            raise ReplicaDraining(self._moves_because)
         self._wake.clear()
         first, *more = [sequence.event() for sequence in self._sequences.values() if sequence.has_news]
         for event in (first, *more):
@@ -70,7 +91,7 @@ class TokenStream:
 class _Sequence:
     """What is new in one output of a prompt."""
 
-    def __init__(self, sequence_id: str, index: int, *, replica_id: str) -> None:
+    def __init__(self, sequence_id: str, index: int, *, replica_id: str, num_read: int = 0) -> None:
         self._sequence_id = sequence_id
         self._index = index
         self._replica_id = replica_id
@@ -78,7 +99,7 @@ class _Sequence:
         self._logprobs: list[float] = []
         self._top_logprobs: list[TopLogprobs] = []
         self._has_begun = False
-        self._num_read = 0
+        self._num_read = num_read
         self._latest: GenerationOutput | None = None
         self._failure: str | None = None
         self.has_news = False

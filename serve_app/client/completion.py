@@ -24,7 +24,7 @@ def join_events(events: Sequence[TokenEvent]) -> Completion:
     """Gives all that the events of one request have brought."""
     spans: list[WeightSpan] = []
     for span in (span for event in events for span in event.weight_versions):
-        is_same = bool(spans) and spans[-1].version == span.version
+        is_same = bool(spans) and spans[-1].version == span.version and not span.is_recomputed
         spans.append(replace(spans.pop(), end=span.end) if is_same else span)
     return Completion(
         text="".join(event.text for event in events),

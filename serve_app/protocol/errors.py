@@ -9,6 +9,9 @@ PitstopError                        engine.errors draws the engine's part of the
 │   └── TenantLimit                 the tenant has as much under way as it may have
 ├── NoReplica                       no engine replica answers
 ├── ReplicaLost                     the replica died while it answered
+│   ├── ReplicaSilent               the replica has sent neither tokens nor heartbeats for too long
+│   └── ReplicaDraining             the replica hands its requests over to others
+├── PoisonRequest                   replicas die of this request
 ├── GenerationFailed                the engine gave this one request up
 ├── DeadlineExceeded                the request took longer than `limits.request_timeout_s`
 ├── SwapUnfinished                  the swap takes longer than its deadlines, and goes on
@@ -71,6 +74,18 @@ class NoReplica(PitstopError):
 
 class ReplicaLost(PitstopError):
     """The replica went away before the answer was complete."""
+
+
+class ReplicaSilent(ReplicaLost):
+    """Neither tokens nor heartbeats have come from the replica for too long."""
+
+
+class ReplicaDraining(ReplicaLost):
+    """The replica takes no requests, and those it has go on elsewhere."""
+
+
+class PoisonRequest(PitstopError):
+    """Replicas died again and again while they answered this request, at last with no other one on them."""
 
 
 class GenerationFailed(PitstopError):
@@ -148,6 +163,9 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     BodyTooLarge: ErrorRule(413, "invalid_request_error", "body_too_large"),
     NoReplica: ErrorRule(503, "server_error", "no_replica"),
     ReplicaLost: ErrorRule(503, "server_error", "replica_lost"),
+    ReplicaSilent: ErrorRule(503, "server_error", "replica_silent"),
+    ReplicaDraining: ErrorRule(503, "server_error", "replica_draining"),
+    PoisonRequest: ErrorRule(500, "server_error", "poison_request"),
     GenerationFailed: ErrorRule(500, "server_error", "generation_failed"),
     DeadlineExceeded: ErrorRule(504, "server_error", "deadline_exceeded"),
     SwapUnfinished: ErrorRule(504, "server_error", "swap_unfinished"),

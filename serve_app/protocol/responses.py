@@ -22,6 +22,7 @@ EXTENSIONS = frozenset(
         "timings",
         "reasoning_content",
         "tool_calls",
+        "is_recomputed",
     }
 )
 
@@ -35,12 +36,17 @@ class ResponseModel(BaseModel):
         return {name: value for name, value in values.items() if value is not None or name not in EXTENSIONS}
 
 
-class VersionSpan(BaseModel):
-    """Tokens start to end (exclusive) of the choice were sampled under this version of the weights."""
+class VersionSpan(ResponseModel):
+    """Tokens start to end (exclusive) of the choice were sampled under this version of the weights.
+
+    is_recomputed: true where the answer went on at another replica, which computed anew what came before under this
+    version, though an earlier one had drawn some of it.
+    """
 
     version: int
     start: int
     end: int
+    is_recomputed: bool | None = None
 
 
 class PromptTokensDetails(BaseModel):

@@ -105,7 +105,7 @@ class Answer:
         An answer without tokens has an empty one, of the weights that scored its prompt.
         """
         # A stop string may have cut the last event short.
-        clipped = [WeightSpan(span.version, span.start, min(span.end, self.num_tokens)) for span in self._spans]
+        clipped = [replace(span, end=min(span.end, self.num_tokens)) for span in self._spans]
         return [span for span in clipped if span.start < span.end or self.num_tokens == 0]
 
     @property
@@ -115,7 +115,7 @@ class Answer:
 
     def _add_spans(self, piece: Piece, spans: Sequence[WeightSpan]) -> None:
         for span in spans:
-            if self._spans and self._spans[-1].version == span.version:
+            if self._spans and self._spans[-1].version == span.version and not span.is_recomputed:
                 self._spans[-1] = replace(self._spans[-1], end=span.end)
             elif span.start < self.num_tokens or span.end == 0:
                 piece.begins_version = True

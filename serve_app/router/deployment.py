@@ -30,6 +30,7 @@ from serve_app.router.fleet import Fleet
 from serve_app.router.generation import Generation
 from serve_app.router.numbers import RouterNumbers
 from serve_app.router.request_observer import RequestObserver
+from serve_app.router.resuming_stream import ResumeMeter
 from serve_app.router.service import Ask, GenerationService, Prompt
 from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
@@ -67,7 +68,12 @@ class Router:
         meter = VersionMeter(self._recorder, self._fleet)
         observer = RequestObserver(self._recorder, routing=self._fleet.routing)
         self._service = GenerationService(
-            settings, tokenizer=tokenizer, fleet=self._fleet, meter=meter, observer=observer
+            settings,
+            tokenizer=tokenizer,
+            fleet=self._fleet,
+            meter=meter,
+            observer=observer,
+            resumes=ResumeMeter(self._recorder),
         )
         self._numbers = RouterNumbers(self._recorder, self._service.admission, routing=self._fleet.routing)
         start_mirror(self._recorder.expose, settings.metrics)

@@ -85,7 +85,7 @@ class Fleet:
             self._stream_engine.generate.remote(request),
             timeout_s=self._request_timeout_s,
             opened_at=asked_at,
-            num_sequences=request.sampling.num_return_sequences or 1,
+            num_sequences=request.num_sequences,
         )
 
     async def end_sequence(self, sequence_id: str) -> None:

@@ -272,7 +272,12 @@ def _fingerprint(envelope: Envelope, choices: Choices) -> str | None:
 
 
 def _spans(spans: Sequence[WeightSpan]) -> list[VersionSpan]:
-    return [VersionSpan(version=span.version, start=span.start, end=span.end) for span in spans]
+    return [
+        VersionSpan(
+            version=span.version, start=span.start, end=span.end, is_recomputed=True if span.is_recomputed else None
+        )
+        for span in spans
+    ]
 
 
 def _timings(envelope: Envelope, choices: Choices) -> Timings | None:

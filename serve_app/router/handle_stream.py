@@ -42,6 +42,8 @@ class HandleStream:
         self._timeout_s = timeout_s
         self._deadline = (asyncio.get_running_loop().time() if opened_at is None else opened_at) + timeout_s
         self._is_over = False
+        self._timer: asyncio.Timeout | None = None
+        self._interruption: PitstopError | None = None
 
     def __aiter__(self) -> "HandleStream":
         return self
@@ -50,23 +52,36 @@ class HandleStream:
         """Gives the next event; raises errors of the project only."""
         if self._is_over:
             raise StopAsyncIteration
+        if self._interruption is not None:
+            raise self._interruption
         clock = asyncio.timeout_at(self._deadline)
         try:
             async with clock:
+                self._timer = clock
                 event = await anext(self._stream)
         except StopAsyncIteration:
             self._is_over = True
             raise
         except Exception as error:
             if clock.expired():
+                if self._interruption is not None:
+                    raise self._interruption from None
                 raise DeadlineExceeded(
                     f"the request took longer than {self._timeout_s:g} s and was cancelled; "
                     "ask for fewer tokens or raise limits.request_timeout_s"
                 ) from None
             raise to_pitstop_error(error) from error
+        finally:
+            self._timer = None
         self._num_open -= sum(each.finish_reason is not None for each in (event, *event.more))
         self._is_over = self._num_open <= 0
         return event
+
+    def interrupt(self, error: PitstopError) -> None:
+        """Has the reader get this error, at once where it waits."""
+        self._interruption = error
+        if self._timer is not None:
+            self._timer.reschedule(asyncio.get_running_loop().time())
 
     def close(self) -> None:
         if not self._is_over:

@@ -1,6 +1,7 @@
 """What the HTTP routes and the Python handle share: prompts in, generations out."""
 
 import asyncio
+import random
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,17 +16,21 @@ from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.chat_style import chat_style
 from serve_app.router.fleet import Fleet
-from serve_app.router.generation import Generation, TokenEvents
+from serve_app.router.fleet_watch import FleetWatch
+from serve_app.router.generation import Generation
 from serve_app.router.in_flight import InFlight
 from serve_app.router.request_observer import RequestObserver
+from serve_app.router.resuming_stream import ResumeMeter, ResumingStream
 from serve_app.router.tenants import Tenants
 from serve_app.router.version_meter import MeteredEvents, VersionMeter
-from serve_app.router.versioned_stream import VersionedStream
 from serve_app.settings import AppSettings
 from serve_app.text import Tokenizer
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised in a thread: this many take about 10 ms, which every stream of the router would feel."""
+
+SEED_BITS = 63
+"""Of seeds that are drawn; as the engine draws them."""
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 """Text, token ids, or the messages of a chat."""
@@ -77,8 +82,12 @@ class GenerationService:
         fleet: Fleet,
         meter: VersionMeter,
         observer: RequestObserver,
+        resumes: ResumeMeter,
     ) -> None:
         self._settings = settings
+        self._seeds = random.Random(settings.engine_config.seed)
+        self._resumes = resumes
+        self._watch = FleetWatch(fleet.status, silent_after_s=settings.resume.silent_after_s)
         self.tokenizer = tokenizer
         self.style = chat_style(tokenizer, settings)
         self.fleet = fleet
@@ -112,11 +121,14 @@ class GenerationService:
                 "min_new_tokens",
             )
         num_sequences = ask.sampling.num_return_sequences or 1
+        # Drawn here, as a replica that goes on with it has to draw the same tokens.
+        seed = self._seeds.getrandbits(SEED_BITS)
+        sampling = ask.sampling if ask.sampling.seed is not None else replace(ask.sampling, seed=seed)
         request = GenerateRequest(
             # Ours and not the client's: two clients may send the same id, and both are to be served.
             request_id=uuid.uuid4().hex,
             prompt_ids=ask.prompt_ids,
-            sampling=ask.sampling,
+            sampling=sampling,
             hints=replace(
                 ask.hints,
                 max_prompt_length=num_prompt_tokens,
@@ -130,19 +142,13 @@ class GenerationService:
             min_weight_version=ask.min_weight_version,
             weight_version=ask.weight_version,
         )
+        stream = ResumingStream(self.fleet, request, settings=self._settings, watch=self._watch, meter=self._resumes)
         return Generation(
-            self._observer.observe(self._events(request), request, route=ask.route),
+            self._observer.observe(MeteredEvents(stream, self._meter), request, route=ask.route),
             [Answer(self.tokenizer, ask.rules, index=first_index + number) for number in range(num_sequences)],
             prompt_ids=ask.prompt_ids,
-            end_sequence=self.fleet.end_sequence,
+            end_sequence=stream.end_sequence,
         )
-
-    def _events(self, request: GenerateRequest) -> TokenEvents:
-        if request.min_weight_version is None and request.weight_version is None:
-            return MeteredEvents(self.fleet.generate(request), self._meter)
-        limits = self._settings.limits
-        wait_s = min(limits.version_wait_s, limits.request_timeout_s)
-        return MeteredEvents(VersionedStream(self.fleet, request, wait_s=wait_s), self._meter)
 
     async def prime(self, generation: Generation) -> None:
         """Waits for a place and the first token; raises whatever refuses the request."""

@@ -9,7 +9,7 @@ from serve_app.messages import FleetStatus
 
 LOOK_INTERVAL_S = 0.1
 """Between two questions to the controller, however many requests wait; a wait of seconds does not feel it."""
-OUT_OF_SERVICE = frozenset({"loading", "lagging", "unhealthy"})
+OUT_OF_SERVICE = frozenset({"loading", "drained", "lagging", "unhealthy"})
 """States of a replica that gets no requests."""
 
 

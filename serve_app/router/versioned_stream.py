@@ -21,16 +21,17 @@ class VersionedStream:
     opened anew: until a replica takes it, until `wait_s` are over, or until it is certain that none will.
     """
 
-    def __init__(self, fleet: Fleet, request: GenerateRequest, *, wait_s: float) -> None:
-        """Has to be called in the event loop that reads it."""
+    def __init__(self, fleet: Fleet, request: GenerateRequest, *, wait_s: float, asked_at: float | None = None) -> None:
+        """Has to be called in the event loop that reads it; asked_at: when the request came, where not just now."""
         self._fleet = fleet
         self._request = request
         self._wait_s = wait_s
-        self._asked_at = asyncio.get_running_loop().time()
+        self._opened_at = asyncio.get_running_loop().time()
+        self._asked_at = self._opened_at if asked_at is None else asked_at
         self._refused_at: float | None = None
         self._retry_s = FIRST_RETRY_S
         self._is_begun = False
-        self._stream = fleet.generate(request)
+        self._stream = fleet.generate(request, asked_at=asked_at)
 
     async def __anext__(self) -> TokenEvent:
         """Gives the next event. Raises WeightVersionUnavailable and WeightVersionGone before the first one.
@@ -50,6 +51,10 @@ class VersionedStream:
 
     def close(self) -> None:
         self._stream.close()
+
+    def interrupt(self, error: PitstopError) -> None:
+        """Has the reader get this error; while it waits for a version the next look will do it."""
+        self._stream.interrupt(error)
 
     async def _first_event(self) -> TokenEvent | None:
         """Gives None where the replica has other weights, or got them before it drew a token."""
@@ -72,7 +77,7 @@ class VersionedStream:
             versions = await self._fleet.versions()
             is_served = any(self._request.accepts(version) for version in versions.served)
             wait_s = self._wait_s if self._request.weight_version is None else 0.0
-            give_up_at = self._asked_at + wait_s
+            give_up_at = self._opened_at + wait_s
             if is_served:
                 give_up_at = max(give_up_at, self._refused_at + ROUTING_LAG_S)
             if clock() >= give_up_at:
@@ -84,12 +89,18 @@ class VersionedStream:
                 return
 
     def _refusal(self, versions: FleetVersions) -> PitstopError:
-        pin, least = self._request.weight_version, self._request.min_weight_version
+        request = self._request
+        pin, least, latest = request.weight_version, request.min_weight_version, request.resume_version
         if pin is not None:
             return WeightVersionGone(
                 f"weight_version is {pin}, which no replica serves; the committed weight version is"
                 f" {versions.committed}, ask for that one or leave the choice open",
                 "weight_version",
+            )
+        if latest is not None:
+            return WeightVersionUnavailable(
+                f"the answer so far is of weight version {latest}, which no replica serves any more; the committed"
+                f" weight version is {versions.committed}, ask again for an answer of that one"
             )
         return WeightVersionUnavailable(
             f"min_weight_version is {least} and the committed weight version is {versions.committed}; it did not come"

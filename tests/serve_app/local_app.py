@@ -22,6 +22,7 @@ from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import ModelLimits
 from serve_app.router.numbers import RouterNumbers
 from serve_app.router.request_observer import RequestObserver
+from serve_app.router.resuming_stream import ResumeMeter
 from serve_app.router.service import GenerationService
 from serve_app.router.version_meter import VersionMeter
 from serve_app.router.version_watch import FleetVersions
@@ -103,7 +104,7 @@ class LocalStream:
         grammar = request.grammar
         constraint = None if grammar is None else await self._grammars.constraint(grammar)
         stream = TokenStream(request, replica_id="local")
-        for sequence_id in stream.sequence_ids:
+        for sequence_id in stream.open_ids:
             self._manager.register_result_handler(sequence_id, stream.deliver)
         try:
             self._manager.add_request(
@@ -115,9 +116,10 @@ class LocalStream:
                 hints=request.hints,
                 weight_version=request.weight_version,
                 constraint=constraint,
+                resumed=request.resumed,
             )
         except Exception:
-            for sequence_id in stream.sequence_ids:
+            for sequence_id in stream.open_ids:
                 self._manager.forget_result_handler(sequence_id)
             raise
         while not stream.is_over():
@@ -165,6 +167,7 @@ def local_app(settings: AppSettings) -> Iterator[LocalApp]:
         fleet=fleet,
         meter=VersionMeter(recorder, fleet),
         observer=RequestObserver(recorder, routing=lambda: None),
+        resumes=ResumeMeter(recorder),
     )
     app = build_asgi(service, settings, recorder=recorder, numbers=RouterNumbers(recorder, service.admission))
     config = uvicorn.Config(app, port=0, log_level="error", lifespan="off")

@@ -1,6 +1,7 @@
 """Deployments that stand in for engine and controller: they answer as the real ones do, without a model.
 
-An engine answers with the prompt itself, two tokens an event. What else it does is asked for by `cache_salt`.
+An engine answers with the prompt itself, two tokens an event. What else it does is asked for by `cache_salt`; an
+endless answer ends when it goes on after its replica died.
 """
 
 import asyncio
@@ -65,8 +66,9 @@ class FakeEngine:
         ids = [*request.prompt_ids, EOS_ID][: request.sampling.max_new_tokens]
         names = [request.request_id, *sequence_ids(request.request_id, request.sampling.num_return_sequences or 1)[:-1]]
         reason = "stop" if ids[-1] == EOS_ID else "length"
-        for start in range(0, len(ids), 2):
-            if start == 2 and request.cache_salt == "endless":
+        resumed = request.resumed or ((),)
+        for start in range(len(resumed[0] or ()), len(ids), 2):
+            if start == 2 and request.cache_salt == "endless" and request.resumed is None:
                 await self._never.wait()
             is_failed = start == 2 and request.cache_salt == "fail"
             is_last = start + 2 >= len(ids)

@@ -31,7 +31,7 @@ def running_app(settings: AppSettings, *, num_cpus: int = 2) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
-        _start_ray(num_cpus)
+        start_ray(num_cpus)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             serve.run(build_app(settings), name=APP_NAME, route_prefix="/")
@@ -54,7 +54,8 @@ def kill_actor_of(deployment: str, *, replica_id: str = "") -> None:
     ray.kill(ray.get_actor(name, namespace="serve"))
 
 
-def _start_ray(num_cpus: int) -> None:
+def start_ray(num_cpus: int) -> None:
+    """Starts an instance of Ray of this process alone."""
     ray.init(
         address="local",
         num_cpus=num_cpus,

@@ -478,7 +478,7 @@ async def test_of_swaps_at_once_all_but_one_are_refused_with_its_id(
     assert all(any(one in answer.json()["error"]["message"] for one in ids) for answer in refused)
 
 
-async def test_a_killed_replica_ends_its_streams_clearly_and_is_replaced(
+async def test_streams_of_a_killed_replica_go_on_elsewhere_and_it_is_replaced(
     http: httpx.AsyncClient, folders: dict[str, str]
 ) -> None:
     await eventually(lambda: has_replicas(http, 2), until=bool)
@@ -489,12 +489,10 @@ async def test_a_killed_replica_ends_its_streams_clearly_and_is_replaced(
     kill_actor_of("EngineReplica", replica_id=victim)
     async with asyncio.timeout(60):
         found = await asyncio.gather(*(read(chunks) for chunks in streams))
-    lost = [one for one in found if one["error"] is not None]
-    kept = [one for one in found if one["error"] is None]
-    assert lost, "nothing ran on the replica that was killed"
-    assert kept, "everything ran on the replica that was killed"
-    assert {one["error"]["code"] for one in lost} == {"replica_lost"}
-    assert {(one["finish_reason"], len(one["token_ids"])) for one in kept} == {("length", 900)}
+    assert [one["error"] for one in found] == [None] * 8
+    assert {(one["finish_reason"], len(one["token_ids"])) for one in found} == {("length", 900)}
+    resumed = [line for line in (await http.get("/metrics")).text.splitlines() if 'reason="lost"' in line]
+    assert sum(float(line.split()[-1]) for line in resumed) > 0, "nothing ran on the replica that was killed"
 
     async def is_replaced() -> bool:
         names = {replica["replica_id"] for replica in (await fleet(http))["replicas"]}

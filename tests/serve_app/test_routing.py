@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from engine import SamplingParams
-from serve_app import routing_state
+from serve_app import routing_signals, routing_state
+from serve_app.expected_work import expected_work
 from serve_app.messages import GenerateRequest
 from serve_app.request_routing import RequestRouting
 from serve_app.routing import WorkRouter
@@ -145,3 +146,31 @@ async def test_calls_that_generate_nothing_weigh_nothing() -> None:
     assert result.callbacks == []
     assert await router.order("model_info") == ["a"]
     assert sum(router._routing.reasons.values()) == 0
+
+
+async def test_a_silent_replica_is_offered_to_nobody_and_one_that_failed_a_request_not_to_it() -> None:
+    busy = {**SPEED, "prefill_tokens": 500, "reported_at": time.time()}
+    router = Router(Replica("a", SPEED), Replica("b", busy))
+    assert routing_signals.candidates() == {"a", "b"}
+    failed = replace(request(), excluded=frozenset({"a"}))
+    assert await router.order(request()) == ["a", "b"]
+    assert routing_signals.place_of("r") == "a"
+    assert await router.order(failed) == ["b"]
+    assert routing_signals.place_of("r") == "b"
+    try:
+        routing_signals.avoid({"b"})
+        assert await router.order(failed) == ["a"]
+        assert await router.order("model_info") == ["a"]
+    finally:
+        routing_signals.avoid(())
+        routing_signals.forget_place("r")
+        routing_signals.set_candidates(frozenset())
+
+
+def test_what_was_generated_elsewhere_counts_as_prompt() -> None:
+    resumed = replace(request(limit=20), resumed=((1, 2, 3),))
+    work = expected_work(resumed)
+    assert (work.prefill_tokens, work.decode_tokens) == (13, 17)
+    sampling = SamplingParams(max_new_tokens=20, num_return_sequences=3)
+    work = expected_work(replace(resumed, sampling=sampling, resumed=((1,), None, (2, 3))))
+    assert (work.prefill_tokens, work.decode_tokens, work.num_sequences) == (13, 37, 2)

@@ -1,0 +1,293 @@
+"""Replicas that are killed, stopped and taken away under load: no request fails, and every answer is its twin's.
+
+Three replicas, 64 clients. Each request has a twin that was answered before anything was disturbed.
+"""
+
+import asyncio
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+from ray import serve
+from ray.serve.schema import ServeDeploySchema
+
+from engine import PitstopError, SamplingParams
+from serve_app.client import Pitstop, connect
+from serve_app.client.completion import Completion, join_events
+from serve_app.messages import ReplicaReport
+from tests.ports import free_port
+from tests.serve_app.running_app import APP_NAME, ENVIRONMENT, start_ray
+from tests.serve_app.tiny_model import make_model_folder
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.slow
+
+NUM_REPLICAS = 3
+NUM_CLIENTS = 64
+NUM_FAULTS = 10
+NUM_TWINS = 48
+CLIENT_DEADLINE_S = 120.0
+READY_DEADLINE_S = 180.0
+"""For a replica to be missed, ended and replaced on a busy machine."""
+STOPPED_S = 6.0
+"""Of every second replica that is stopped, before it goes on; the others are left for Serve to replace."""
+
+
+def app_config(model: str, *, num_replicas: int) -> ServeDeploySchema:
+    """Gives what `serve deploy` sends; another number of replicas is changed in place."""
+    settings = {
+        "model": model,
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "engine": {"page_size": 16, "num_blocks": 1024},
+        "replicas": {
+            "min": NUM_REPLICAS,
+            "max": NUM_REPLICAS,
+            "torch_threads": 1,
+            "num_cpus": 0.1,
+            "health_check_period_s": 1,
+            "health_check_timeout_s": 2,
+        },
+        "weights": {"heartbeat_interval_s": 0.5},
+        "resume": {"silent_after_s": 3},
+    }
+    scaled = {"name": "EngineReplica", "num_replicas": num_replicas, "graceful_shutdown_timeout_s": 30}
+    application = {
+        "name": APP_NAME,
+        "route_prefix": "/",
+        "import_path": "serve_app.app:build_app",
+        "args": settings,
+        "deployments": [scaled],
+    }
+    return ServeDeploySchema.model_validate({"applications": [application]})
+
+
+def deploy(model: str, *, num_replicas: int) -> None:
+    serve.context._get_global_client().deploy_apps(app_config(model, num_replicas=num_replicas))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_model_folder(tmp_path_factory.mktemp("model") / "base")
+
+
+@pytest.fixture(scope="module")
+def url(model: str) -> Iterator[str]:
+    port = free_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        start_ray(num_cpus=2)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": port})
+            deploy(model, num_replicas=NUM_REPLICAS)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+@pytest.fixture
+async def llm(url: str) -> Pitstop:
+    async def look() -> Pitstop | str:
+        try:
+            pitstop = connect(APP_NAME)
+            await pitstop.status()
+            return pitstop
+        except PitstopError as error:
+            return str(error)
+
+    found = await eventually(look, until=lambda seen: isinstance(seen, Pitstop), deadline_s=READY_DEADLINE_S)
+    await ready(found, NUM_REPLICAS)
+    return found
+
+
+async def ready(llm: Pitstop, number: int) -> list[ReplicaReport]:
+    """Waits until so many replicas are ready, and no other is heard of."""
+
+    async def look() -> list[ReplicaReport]:
+        try:
+            return (await llm.status()).replicas
+        except PitstopError:
+            return []
+
+    def are_ready(reports: list[ReplicaReport]) -> bool:
+        return len(reports) == number and all(one.state == "ready" and one.age_s < 2 for one in reports)
+
+    found: list[ReplicaReport] = await eventually(look, until=are_ready, deadline_s=READY_DEADLINE_S)
+    return found
+
+
+@dataclass
+class Ask:
+    prompt: list[int]
+    sampling: SamplingParams
+    structured: dict[str, Any] | None
+
+    async def answer(self, llm: Pitstop) -> Completion:
+        events = [event async for event in llm.generate(self.prompt, self.sampling, structured=self.structured)]
+        return join_events(events)
+
+
+def make_asks() -> list[Ask]:
+    rng = random.Random(0)
+    asks = []
+    for number in range(NUM_TWINS):
+        sampling = SamplingParams(
+            temperature=0.0 if number % 2 else rng.choice([0.7, 1.0, 1.3]),
+            seed=rng.getrandbits(60),
+            max_new_tokens=rng.randrange(100, 500),
+            eos_token_ids=(),
+            presence_penalty=rng.choice([None, 0.5]),
+            logprobs=number % 4 == 0,
+        )
+        structured = {"regex": "([a-z]{2,9} )*"} if number % 8 == 2 else None
+        asks.append(Ask([rng.randrange(256) for _ in range(rng.randrange(5, 200))], sampling, structured))
+    return asks
+
+
+@dataclass
+class Load:
+    """Clients that ask one thing after the other and compare."""
+
+    llm: Pitstop
+    asks: list[Ask]
+    twins: list[Completion] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    is_over: bool = False
+
+    async def run(self, client: int) -> None:
+        rng = random.Random(client)
+        while not self.is_over:
+            number = rng.randrange(len(self.asks))
+            try:
+                answer = await asyncio.wait_for(self.asks[number].answer(self.llm), CLIENT_DEADLINE_S)
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is what the test looks for
+                self.outcomes[f"{type(error).__name__}: {error}"] += 1
+                continue
+            self.outcomes[self._difference(answer, self.twins[number])] += 1
+
+    @staticmethod
+    def _difference(answer: Completion, twin: Completion) -> str:
+        if answer.token_ids != twin.token_ids or answer.text != twin.text:
+            return "other tokens"
+        if (answer.finish_reason, answer.prompt_ids) != (twin.finish_reason, twin.prompt_ids):
+            return "another ending"
+        if len(answer.logprobs) != len(twin.logprobs):
+            return "log-probabilities are missing"
+        if [(span.start, span.end) for span in answer.weight_versions] != [(0, len(answer.token_ids))]:
+            return "spans with gaps"
+        if any(abs(one - other) > 1e-2 for one, other in zip(answer.logprobs, twin.logprobs, strict=True)):
+            return "other log-probabilities"
+        return "same"
+
+
+@asynccontextmanager
+async def load_on(llm: Pitstop, url: str) -> AsyncIterator[Load]:
+    """Runs the clients beside what is done inside; then nothing has failed, and nothing is left."""
+    asks = make_asks()
+    load = Load(llm, asks)
+    load.twins = await asyncio.gather(*(ask.answer(llm) for ask in asks))
+    before = await resumes(url)
+    clients = [asyncio.create_task(load.run(client)) for client in range(NUM_CLIENTS)]
+    try:
+        yield load
+        load.is_over = True
+        await asyncio.wait_for(asyncio.gather(*clients), CLIENT_DEADLINE_S)
+    finally:
+        for client in clients:
+            client.cancel()
+    resumed = await resumes(url) - before
+    print(f"outcomes={dict(load.outcomes)} resumes={resumed:.0f}")  # noqa: T201  # the numbers of the run
+    assert set(load.outcomes) == {"same"}
+    assert load.outcomes["same"] > NUM_CLIENTS
+    assert resumed > 0, "nothing was disturbed"
+    await eventually(lambda: is_idle(url), until=lambda busy: not busy)
+
+
+async def scrape(url: str) -> dict[str, float]:
+    async with httpx.AsyncClient(timeout=30) as http:
+        text = (await http.get(f"{url}/metrics")).text
+    samples = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in samples}
+
+
+async def resumes(url: str) -> float:
+    return sum(value for name, value in (await scrape(url)).items() if name.startswith("pitstop_resumes_total"))
+
+
+async def is_idle(url: str) -> dict[str, float]:
+    """Gives the gauges that are not zero."""
+    gauges = (
+        "pitstop_requests_running",
+        "pitstop_requests_waiting",
+        "pitstop_kv_blocks_used",
+        "pitstop_pending_decode",
+    )
+    return {name: value for name, value in (await scrape(url)).items() if name.startswith(gauges) and value}
+
+
+def replica_processes() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(f"ServeReplica:{APP_NAME}:EngineReplica" in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
+async def test_replicas_are_killed(llm: Pitstop, url: str) -> None:
+    rng = random.Random(1)
+    async with load_on(llm, url):
+        for _ in range(NUM_FAULTS):
+            names = {report.replica_id for report in await ready(llm, NUM_REPLICAS)}
+            rng.choice(replica_processes()).kill()
+            await eventually(lambda names=names: missing(llm, names), until=bool, deadline_s=READY_DEADLINE_S)
+        await ready(llm, NUM_REPLICAS)
+
+
+async def missing(llm: Pitstop, names: set[str]) -> set[str]:
+    """Gives those of these replicas that are not heard of any more."""
+    try:
+        reports = (await llm.status()).replicas
+    except PitstopError:
+        return set()
+    return names - {report.replica_id for report in reports if report.age_s < 2}
+
+
+async def test_replicas_stand_still(llm: Pitstop, url: str) -> None:
+    rng = random.Random(2)
+    stopped: list[psutil.Process] = []
+    try:
+        async with load_on(llm, url):
+            for number in range(NUM_FAULTS):
+                names = {report.replica_id for report in await ready(llm, NUM_REPLICAS)}
+                process = rng.choice(replica_processes())
+                process.suspend()
+                stopped.append(process)
+                await eventually(lambda names=names: missing(llm, names), until=bool, deadline_s=READY_DEADLINE_S)
+                if number % 2:
+                    await asyncio.sleep(STOPPED_S)
+                    with suppress(psutil.NoSuchProcess):
+                        process.send_signal(signal.SIGCONT)
+            await ready(llm, NUM_REPLICAS)
+    finally:
+        for process in stopped:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+
+async def test_replicas_are_taken_away_and_come_back(llm: Pitstop, url: str, model: str) -> None:
+    async with load_on(llm, url):
+        for number in (1, NUM_REPLICAS):
+            deploy(model, num_replicas=number)
+            await ready(llm, number)
+            await asyncio.sleep(3)
