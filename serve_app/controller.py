@@ -13,9 +13,12 @@ from engine import InvalidRequest, PitstopError, WeightsError
 from serve_app.broadcast import call_all, kill_replica
 from serve_app.buckets import load_bucket
 from serve_app.collective import Meeting, PieceHeader
+from serve_app.drains import Drains
 from serve_app.fleet_weights import FleetWeights
 from serve_app.messages import (
     CommittedWeights,
+    DrainRequest,
+    DrainResult,
     FleetStatus,
     PauseLease,
     PauseRequest,
@@ -71,6 +74,7 @@ class WeightController:
             check_alone=CheckAlone(settings, count_running=_count_running_engines),
             kill=_kill_engine,
         )
+        self._drains = Drains(status=self._weights.status, call_all=_call_engines, kill=_kill_engine)
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
             settings.weights.store_folder(application),
@@ -167,6 +171,14 @@ class WeightController:
     async def resume(self, lease_id: str | None = None) -> list[str]:
         """Ends one leased pause, or all of them."""
         return await self._weights.resume(lease_id)
+
+    async def drain(self, request: DrainRequest) -> DrainResult:
+        """Has replicas hand their requests over and take no others."""
+        return await run_uninterrupted(self._drains.drain(request))
+
+    async def undrain(self, request: DrainRequest) -> DrainResult:
+        """Has drained replicas take requests again."""
+        return await run_uninterrupted(self._drains.undrain(request))
 
     async def digests(self, version: int) -> Mapping[str, str]:
         """Gives the digest of each tensor of a committed version."""

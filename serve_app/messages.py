@@ -238,6 +238,30 @@ class PauseOrder:
     finish_timeout_s: float = 300.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequest:
+    """Replicas to be drained or undrained: those named, and all of a node, by its address.
+
+    timeout_s: how long to wait for them to be empty. is_replaced: then end them, so that others start. is_forced:
+    even where no other replica serves; requests wait then.
+    """
+
+    replica_ids: tuple[str, ...] = ()
+    node: str | None = None
+    timeout_s: float = 30.0
+    is_replaced: bool = False
+    is_forced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrainResult:
+    """The replicas drained or undrained. requests_left: those that still have some, which are not replaced."""
+
+    replicas: list[str]
+    requests_left: dict[str, int] = field(default_factory=dict)
+    is_replaced: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class DrainOrder:
     """Replicas that are to hand their requests over and take no others, or to take some again."""
@@ -358,6 +382,8 @@ class ReplicaReport:
     """To the latest phase of a swap, in case its answer was lost."""
     leases: tuple[PauseOrder, ...] = ()
     """The leased pauses it stands in."""
+    node: str = ""
+    """The address of its machine."""
 
 
 @dataclass(frozen=True, slots=True)

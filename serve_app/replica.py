@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from transformers import AutoTokenizer
@@ -71,6 +72,7 @@ class EngineReplica:
         self._streams: dict[str, TokenStream] = {}
         self._door = Door(self._streams, replica_id=self._replica_id)
         self._is_ending = False
+        self._node: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]  # untyped upstream
         self._recorder = Recorder(REPLICA_METRICS, buckets=settings.metrics.buckets)
         self._is_unhealthy = False
         self._hears_controller = True
@@ -213,6 +215,7 @@ class EngineReplica:
             swap_id=self._follower.swap_id,
             reply=self._follower.reply,
             leases=self._pauses.orders,
+            node=self._node,
         )
 
     # Numbers

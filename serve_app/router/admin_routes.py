@@ -7,6 +7,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse
 
 from serve_app.messages import FleetStatus
+from serve_app.protocol.drains import DrainBody, UndrainBody
 from serve_app.protocol.errors import AdminDisabled
 from serve_app.protocol.parsing import parse_body
 from serve_app.protocol.strict import RequestModel
@@ -37,7 +38,7 @@ class AdminKey:
 
 
 def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
-    """Gives `/admin/weights`, its rollback, and the leased pauses of the fleet."""
+    """Gives `/admin/weights`, its rollback, the leased pauses of the fleet, and the draining of replicas."""
     routes = APIRouter()
 
     async def body_of(request: Request, model: type[Body]) -> Body:
@@ -68,6 +69,16 @@ def admin_routes(fleet: Fleet, key: AdminKey) -> APIRouter:
     async def resume(request: Request) -> JSONResponse:
         body = await body_of(request, ResumeBody)
         return JSONResponse({"ended": await fleet.resume(body.lease_id)})
+
+    @routes.post("/admin/drain")
+    async def drain(request: Request) -> JSONResponse:
+        body = await body_of(request, DrainBody)
+        return JSONResponse(asdict(await fleet.drain(body.request())))
+
+    @routes.post("/admin/undrain")
+    async def undrain(request: Request) -> JSONResponse:
+        body = await body_of(request, UndrainBody)
+        return JSONResponse(asdict(await fleet.undrain(body.request())))
 
     @routes.get("/admin/weights")
     async def status(request: Request) -> JSONResponse:

@@ -10,6 +10,8 @@ from ray.serve.handle import DeploymentHandle
 
 from engine import SamplingParams, WorkloadHints
 from serve_app.messages import (
+    DrainRequest,
+    DrainResult,
     FleetStatus,
     PauseLease,
     PauseRequest,
@@ -158,6 +160,14 @@ class Router:
     async def resume(self, lease_id: str | None = None) -> list[str]:
         """Ends one pause, or all of them."""
         return await self._fleet.resume(lease_id)
+
+    async def drain(self, request: DrainRequest) -> DrainResult:
+        """Has replicas hand their requests over and take no others."""
+        return await self._fleet.drain(request)
+
+    async def undrain(self, request: DrainRequest) -> DrainResult:
+        """Has drained replicas take requests again."""
+        return await self._fleet.undrain(request)
 
     async def rollback(
         self, version: int | None = None, in_flight: str = "keep", idempotency_key: str | None = None

@@ -12,6 +12,8 @@ from engine import PitstopError
 from serve_app.broadcast import call_all
 from serve_app.messages import (
     CommittedWeights,
+    DrainRequest,
+    DrainResult,
     FleetStatus,
     GenerateRequest,
     PauseLease,
@@ -222,6 +224,17 @@ class Fleet:
         """Ends one pause, or all, and gives which; raises LeaseGone."""
         response = self._controller.resume.remote(lease_id)
         return await call(response, timeout_s=SWAP_MARGIN_S, whom="the weight controller")
+
+    async def drain(self, request: DrainRequest) -> DrainResult:
+        """Has replicas hand their requests over and take no others; raises InvalidRequest for what cannot be."""
+        timeout_s = request.timeout_s + SWAP_MARGIN_S
+        return await call(self._controller.drain.remote(request), timeout_s=timeout_s, whom="the weight controller")
+
+    async def undrain(self, request: DrainRequest) -> DrainResult:
+        """Has drained replicas take requests again."""
+        return await call(
+            self._controller.undrain.remote(request), timeout_s=SWAP_MARGIN_S, whom="the weight controller"
+        )
 
     def _swap_timeout_s(self, options: SwapOptions) -> float:
         """Gives what a swap may take by its own deadlines, each replica after the other where it is rolling.

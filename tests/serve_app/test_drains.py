@@ -1,0 +1,106 @@
+"""Draining replicas by name: who is meant, who is refused, and what is waited for."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from virtual_loop import VirtualLoop
+
+from engine import InvalidRequest
+from serve_app.drains import Drains
+from serve_app.messages import CommittedWeights, DrainOrder, DrainRequest, FleetStatus, ReplicaReport
+from serve_app.protocol.drains import DrainBody, UndrainBody
+
+
+class Fleet:
+    """Two replicas on one machine, one on another; a drained one is empty `empties_after_s` later."""
+
+    def __init__(self, *, empties_after_s: float = 0.3) -> None:
+        self.reports = {
+            name: ReplicaReport(name, 1, "ready", num_running=3, node=node)
+            for name, node in (("a", "10.0.0.1"), ("b", "10.0.0.1"), ("c", "10.0.0.2"))
+        }
+        self._empties_after_s = empties_after_s
+        self._drained_at: dict[str, float] = {}
+        self.killed: list[str] = []
+        self.drains = Drains(status=self.status, call_all=self.call_all, kill=self.kill)
+
+    async def status(self) -> FleetStatus:
+        now = asyncio.get_running_loop().time()
+        for name, at in self._drained_at.items():
+            if now >= at + self._empties_after_s:
+                self.reports[name] = replace(self.reports[name], num_running=0)
+        # Reported at the full second before.
+        return FleetStatus(CommittedWeights(1), [replace(one, age_s=now % 1) for one in self.reports.values()])
+
+    async def call_all(self, method: str, order: DrainOrder, *, timeout_s: float) -> list[Any]:  # noqa: ARG002
+        assert method == "set_drained"
+        for name in order.replica_ids:
+            self.reports[name] = replace(self.reports[name], state="drained" if order.is_drained else "ready")
+            self._drained_at[name] = asyncio.get_running_loop().time()
+        return [name if name in order.replica_ids else None for name in self.reports]
+
+    async def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+
+@pytest.fixture
+def loop() -> Iterator[VirtualLoop]:
+    loop = VirtualLoop()
+    yield loop
+    loop.end()
+
+
+def test_it_waits_until_a_replica_is_empty_and_undrains_it_again(loop: VirtualLoop) -> None:
+    fleet = Fleet()
+    result = loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a",))))
+    assert (result.replicas, result.requests_left, fleet.killed) == (["a"], {}, [])
+    assert fleet.reports["a"].num_running == 0
+    assert loop.time() < 3
+    assert loop.run(fleet.drains.undrain(DrainRequest(replica_ids=("a",)))).replicas == ["a"]
+    assert fleet.reports["a"].state == "ready"
+
+
+def test_a_node_is_drained_whole_and_its_replicas_replaced(loop: VirtualLoop) -> None:
+    fleet = Fleet()
+    result = loop.run(fleet.drains.drain(DrainRequest(node="10.0.0.1", is_replaced=True)))
+    assert (result.replicas, fleet.killed) == (["a", "b"], ["a", "b"])
+
+
+def test_one_that_does_not_get_empty_is_told_of_and_not_replaced(loop: VirtualLoop) -> None:
+    fleet = Fleet(empties_after_s=1e9)
+    result = loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a",), timeout_s=5, is_replaced=True)))
+    assert (result.requests_left, fleet.killed) == ({"a": 3}, [])
+    assert loop.time() == pytest.approx(5, abs=0.3)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (DrainRequest(replica_ids=("x",)), "x is not one of those that report: a, b, c"),
+        (DrainRequest(node="10.0.0.9"), "no replica reports from node 10.0.0.9"),
+        (DrainRequest(), "name replicas or a node"),
+        (DrainRequest(replica_ids=("a", "b", "c")), "would leave no replica"),
+    ],
+)
+def test_what_cannot_be_drained_is_refused(loop: VirtualLoop, request_: DrainRequest, message: str) -> None:
+    fleet = Fleet()
+    with pytest.raises(InvalidRequest, match=message):
+        loop.run(fleet.drains.drain(request_))
+    assert {report.state for report in fleet.reports.values()} == {"ready"}
+
+
+def test_the_last_one_is_drained_by_force_alone(loop: VirtualLoop) -> None:
+    fleet = Fleet()
+    loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a", "b"))))
+    with pytest.raises(InvalidRequest, match="would leave no replica"):
+        loop.run(fleet.drains.drain(DrainRequest(replica_ids=("c",))))
+    assert loop.run(fleet.drains.drain(DrainRequest(replica_ids=("c",), is_forced=True))).replicas == ["c"]
+
+
+def test_bodies_say_what_the_controller_takes() -> None:
+    body = DrainBody(replica_ids=["a"], node="n", timeout_s=3.0, replace=True, force=True)
+    assert body.request() == DrainRequest(replica_ids=("a",), node="n", timeout_s=3, is_replaced=True, is_forced=True)
+    assert UndrainBody(replica_ids=["a"]).request() == DrainRequest(replica_ids=("a",))
