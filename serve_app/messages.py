@@ -81,8 +81,8 @@ class TokenEvent:
     the prompt's tokens but the first, come in the first event. queued_s is how long the request waited for a place.
     index says which sequence of the prompt it is of, where several were asked for; `more` has what the others have new
     since the same event, each at most once.
-    text and prompt_ids are the router's: what is new as text, which lags behind the tokens by unfinished characters and
-    possible stop strings, and in the first event the ids of the prompt.
+    text, prompt_ids and seed are the router's: what is new as text, which lags behind the tokens by unfinished
+    characters and possible stop strings; and in the first event the ids of the prompt and the seed that draws.
     """
 
     request_id: str
@@ -101,6 +101,7 @@ class TokenEvent:
     queued_s: float = 0.0
     index: int = 0
     more: list["TokenEvent"] = field(default_factory=list)
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

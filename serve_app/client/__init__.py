@@ -12,5 +12,16 @@ from serve_app.client.connecting import connect, connect_sync
 from serve_app.client.pitstop import Pitstop
 from serve_app.client.swap import Swap, SyncSwap
 from serve_app.client.sync import SyncPitstop
+from serve_app.resume_point import ResumePoint, ResumeTrail
 
-__all__ = ["Completion", "Pitstop", "Swap", "SyncPitstop", "SyncSwap", "connect", "connect_sync"]
+__all__ = [
+    "Completion",
+    "Pitstop",
+    "ResumePoint",
+    "ResumeTrail",
+    "Swap",
+    "SyncPitstop",
+    "SyncSwap",
+    "connect",
+    "connect_sync",
+]

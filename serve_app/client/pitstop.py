@@ -5,6 +5,7 @@ import os
 import socket
 import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Unpack
 
@@ -14,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from engine import PitstopError, QueueFull, SamplingParams, WorkloadHints
 from serve_app.client.completion import Completion, join_events
 from serve_app.client.options import SwapHow, SwapKeywords
+from serve_app.client.resuming import resumed_stream
 from serve_app.client.swap import Swap, TensorObject
 from serve_app.client.transport import GROUP_TIMEOUT_S, group_options
 from serve_app.controller import CONTROLLER_DEPLOYMENT
@@ -28,7 +30,8 @@ from serve_app.messages import (
     WeightSource,
 )
 from serve_app.protocol.errors import DeadlineExceeded, NoReplica
-from serve_app.router.handle_stream import HandleStream, call
+from serve_app.resume_point import ResumePoint
+from serve_app.router.handle_stream import call
 from serve_app.router.service import Prompt
 
 TIMEOUT_S = 3600.0
@@ -66,6 +69,7 @@ class Pitstop:
         structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
+        resume: ResumePoint | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
 
@@ -75,8 +79,12 @@ class Pitstop:
         version of the weights that may answer; raises WeightVersionUnavailable where it is not committed in time.
         weight_version: the only one that may; raises WeightVersionGone where no replica serves it, and one that is
         swapped away later ends the answer with the finish reason `weight_version_gone`.
+
+        Where the router that answers is lost, the stream goes on at another one by itself, with the same tokens.
+        resume: the point of a stream of this same request that was cut (`ResumeTrail.point`), to go on from there.
         """
-        response = self._stream_handle.generate.remote(
+        ask = partial(
+            self._stream_handle.generate.remote,
             prompt,
             sampling,
             hints,
@@ -86,12 +94,10 @@ class Pitstop:
             min_weight_version=min_weight_version,
             weight_version=weight_version,
         )
-        stream = HandleStream(response, timeout_s=self._timeout_s, num_sequences=_num_sequences(sampling))
-        try:
-            async for event in stream:
+        events = resumed_stream(ask, resume, num_sequences=_num_sequences(sampling), timeout_s=self._timeout_s)
+        async with aclosing(events):
+            async for event in events:
                 yield event
-        finally:
-            stream.close()
 
     async def generate_batch(
         self,

@@ -14,6 +14,7 @@ from serve_app.client.pitstop import LEASE_S, MAX_CONCURRENT, Pitstop
 from serve_app.client.swap import SyncSwap, TensorObject
 from serve_app.client.transport import GROUP_TIMEOUT_S
 from serve_app.messages import FleetStatus, PauseLease, RollbackRequest, SwapRequest, SwapResult, TokenEvent
+from serve_app.resume_point import ResumePoint
 from serve_app.router.service import Prompt
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class SyncPitstop:
         structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
+        resume: ResumePoint | None = None,
     ) -> Iterator[TokenEvent]:
         """Gives token events as `Pitstop.generate` does; leaving the loop ends the request in the engine."""
         events = self._pitstop.generate(
@@ -56,6 +58,7 @@ class SyncPitstop:
             structured=structured,
             min_weight_version=min_weight_version,
             weight_version=weight_version,
+            resume=resume,
         )
         try:
             while (event := self._wait(_next(events))) is not None:

@@ -28,7 +28,7 @@ PitstopError                        engine.errors draws the engine's part of the
 
 from dataclasses import dataclass
 
-from pydantic import BaseModel
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 from engine import (
     ContextLengthExceeded,
@@ -196,6 +196,13 @@ class ErrorBody(BaseModel):
     """The body of every answer that is not a success, and the data of an SSE error event."""
 
     error: ErrorDetail
+    resume: str | None = None
+    """Of a stream of completions: the token to go on with, in the body's `resume`."""
+
+    @model_serializer(mode="wrap")
+    def _leave_out_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:
+        values: dict[str, object] = handler(self)
+        return {name: value for name, value in values.items() if value is not None or name != "resume"}
 
 
 def rule_of(error: PitstopError) -> ErrorRule:

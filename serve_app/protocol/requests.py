@@ -14,9 +14,10 @@ from serve_app.protocol import neutral
 from serve_app.protocol.chat_template import ChatTemplateFields
 from serve_app.protocol.parsing import shorten
 from serve_app.protocol.sampling import NumTop, SamplingFields
-from serve_app.protocol.strict import Label, RequestModel
+from serve_app.protocol.strict import Label, RequestModel, TokenId
 from serve_app.protocol.structure import StructureFields
 from serve_app.protocol.tools import ToolCall, ToolFields
+from serve_app.resume_point import MAX_TOKEN_BYTES
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
@@ -98,10 +99,11 @@ class Conversation(RequestModel):
 
 
 class StreamOptions(RequestModel):
-    """What a stream carries besides its deltas."""
+    """What a stream carries besides its deltas. include_resume: of completions, the token to go on with in `resume`."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_resume: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -219,16 +221,35 @@ class ChatRequest(GenerationRequest, ChatTemplateFields, ToolFields):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
+class ResumeBody(RequestModel):
+    """Where the stream of this same request was cut.
+
+    token: what that stream gave, in its first chunk or with its error. token_ids: of each choice, those that came after
+    the token was given; they count as drawn by the weights that answered then.
+    """
+
+    token: Annotated[str, Field(min_length=1, max_length=MAX_TOKEN_BYTES)]
+    token_ids: list[list[TokenId]] | None = None
+
+
 class CompletionRequest(GenerationRequest):
     """The body of `/v1/completions`. prompt is text, ids, or a list of prompts, each of them one or the other.
 
     logprobs: of each token, and of so many most likely ones beside it. echo: the prompt stands before each answer, with
-    its own log-probabilities where these are asked for; with max_tokens=0 it stands alone.
+    its own log-probabilities where these are asked for; with max_tokens=0 it stands alone. resume: the stream goes on
+    where an earlier one of the same request was cut, with the same tokens where they are greedy or seeded.
     """
 
     prompt: Prompts
     logprobs: NumTop | None = None
     echo: bool | None = None
+    resume: ResumeBody | None = None
+
+    @model_validator(mode="after")
+    def _check_resume(self) -> Self:
+        if self.resume is not None and not self.stream:
+            raise InvalidRequest("resume goes on with a stream; send it with stream=true", "resume")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -4,7 +4,8 @@ Extensions: `weight_versions` (spans over the choice's tokens; a stream gives al
 new version, and in the last chunk of the choice), `token_ids` and `prompt_token_ids` (where `return_token_ids` is asked
 for; a stream gives the prompt's in its first chunk), `stop_reason` (the stop string or the id of the stop token that
 ended the choice), `prompt_logprobs` and `timings` (where asked for; in a stream with its first chunk and with the
-last one that ends a choice), `reasoning_content` (what the model thought before it answered). `system_fingerprint` is
+last one that ends a choice), `reasoning_content` (what the model thought before it answered), `resume` (where asked for
+in a stream of completions: with its first chunk, what it takes to go on with it elsewhere). `system_fingerprint` is
 the model and the weight version that drew the latest token.
 """
 
@@ -23,6 +24,7 @@ EXTENSIONS = frozenset(
         "reasoning_content",
         "tool_calls",
         "is_recomputed",
+        "resume",
     }
 )
 
@@ -242,6 +244,7 @@ class Completion(ResponseModel):
     choices: list[CompletionChoice]
     usage: Usage | None = None
     timings: Timings | None = None
+    resume: str | None = None
 
 
 class ModelCard(BaseModel):

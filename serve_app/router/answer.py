@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from engine import FinishReason, TopLogprobs, WeightSpan
+from engine import FinishReason, InvalidRequest, TopLogprobs, WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.text import Detokeniser, StopMatcher, Tokenizer
 
@@ -97,6 +97,12 @@ class Answer:
         self._add_spans(piece, event.weight_versions)
         self._finish(piece, event)
         return piece
+
+    def go_on(self, token_ids: Sequence[int], spans: Sequence[WeightSpan]) -> None:
+        """Takes what the answer had before, which is not given again; raises InvalidRequest where it has ended."""
+        self.push(TokenEvent("", list(token_ids), weight_versions=tuple(spans), index=self._index))
+        if self.is_over:
+            raise InvalidRequest("resume has a stop string in its tokens, so the answer has ended", "resume")
 
     @property
     def weight_versions(self) -> list[WeightSpan]:

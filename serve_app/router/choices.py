@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from serve_app.protocol.responses import Timings
+from serve_app.resume_point import write_points
 from serve_app.router.answer import Answer, Piece
 from serve_app.router.generation import Generation
 from serve_app.router.keys import ANYBODY, Caller
@@ -66,6 +67,11 @@ class Choices:
     def prompt_ids(self, index: int) -> list[int]:
         """The prompt that a choice answers."""
         return list(self.generations[index * len(self.generations) // len(self.answers)].prompt_ids)
+
+    def resume_token(self) -> str:
+        """Gives what it takes to go on with what has not ended, as of the pieces given so far."""
+        points = [generation.point() for generation in self.generations]
+        return write_points(points, [generation.prompt_ids for generation in self.generations])
 
     @property
     def first_version(self) -> int | None:

@@ -26,6 +26,7 @@ from serve_app.model_store import resolve_model
 from serve_app.protocol.parsing import validate
 from serve_app.protocol.structure import StructuredOutputs
 from serve_app.ray_agent import start_mirror
+from serve_app.resume_point import ResumePoint
 from serve_app.router.answer import TextRules
 from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import Fleet
@@ -95,13 +96,15 @@ class Router:
         structured: Mapping[str, Any] | None = None,
         min_weight_version: int | None = None,
         weight_version: int | None = None,
+        resume: ResumePoint | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
 
         The first event has the ids of the prompt; the last one, alone, has a finish reason; with `num_return_sequences`
         that holds for each sequence, told apart by `index`. Cancelling the stream ends the request. structured: what
-        answers have to follow, as vLLM's structured_outputs. Raises the refusals of the engine before the first event,
-        QueueFull, WeightVersionUnavailable, NoReplica, ReplicaLost, DeadlineExceeded, and GenerationFailed after the
+        answers have to follow, as vLLM's structured_outputs. resume: where the stream of this same request was cut;
+        what comes goes on from there. Raises the refusals of the engine before the first event, QueueFull,
+        WeightVersionUnavailable, NoReplica, ReplicaLost, DeadlineExceeded, and GenerationFailed after the
         tokens that came before.
         """
         ask = Ask(
@@ -113,6 +116,7 @@ class Router:
             grammar=None if structured is None else validate(StructuredOutputs, dict(structured)).grammar(),
             min_weight_version=min_weight_version,
             weight_version=weight_version,
+            resume=resume,
         )
         generation = await self._service.open(ask)
         try:
@@ -195,7 +199,7 @@ class Router:
 
 
 async def _token_events(generation: Generation) -> AsyncGenerator[TokenEvent, None]:
-    starts = [0] * len(generation.answers)
+    starts = [answer.num_tokens for answer in generation.answers]
     async for pieces in generation:
         latest = generation.latest_event
         assert latest is not None
@@ -218,5 +222,6 @@ async def _token_events(generation: Generation) -> AsyncGenerator[TokenEvent, No
                 finish_reason=piece.finish_reason,
                 text=piece.text,
                 prompt_ids=list(generation.prompt_ids) if start == 0 else [],
+                seed=generation.trail.seed if start == 0 else None,
                 more=[],
             )

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from engine import FinishReason, PitstopError, WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.protocol.errors import GenerationFailed
+from serve_app.resume_point import ResumePoint, ResumeTrail
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, Piece
 
@@ -43,8 +45,9 @@ class Generation:
         *,
         prompt_ids: Sequence[int] = (),
         end_sequence: EndSequence | None = None,
+        trail: ResumeTrail | None = None,
     ) -> None:
-        """end_sequence: ends one output in the engine whose others go on."""
+        """end_sequence: ends one output in the engine whose others go on. trail: what its outputs have already."""
         self._events = events
         self._end_sequence = end_sequence
         self._ending: set[asyncio.Task[None]] = set()
@@ -53,6 +56,7 @@ class Generation:
         self._abort = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
         self.answers = answers
+        self.trail = trail or ResumeTrail()
         self.prompt_ids = prompt_ids
         self.latest_event: TokenEvent | None = None
 
@@ -80,6 +84,12 @@ class Generation:
         """Tokens of the prompt that the prefix cache gave."""
         return self.answers[0].num_cached_tokens
 
+    def point(self) -> ResumePoint:
+        """Gives where the request is, as of the pieces given so far."""
+        point = self.trail.point(len(self.answers))
+        assert point is not None, "the service draws a seed for every request"
+        return replace(point, first_version=self.first_version)
+
     def __aiter__(self) -> "Generation":
         return self
 
@@ -90,7 +100,14 @@ class Generation:
         if all(answer.is_over for answer in self.answers):
             raise StopAsyncIteration
         event = await self._next_event()
-        return [self._piece(each) for each in (event, *event.more) if not self.answers[each.index].is_over]
+        pieces = []
+        for each in (event, *event.more):
+            if not self.answers[each.index].is_over:
+                pieces.append(self._piece(each))
+                self.trail.add(each)
+                if self.answers[each.index].is_over:
+                    self.trail.ended.add(each.index)
+        return pieces
 
     def close(self) -> None:
         """Ends the request in the engine unless it has ended."""

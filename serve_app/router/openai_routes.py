@@ -12,10 +12,11 @@ from typing import TypeVar
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from engine import InvalidRequest, PitstopError
-from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, error_body
-from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest
+from engine import EngineDead, EngineStopped, InvalidRequest, PitstopError, QueueFull
+from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, DeadlineExceeded, NoReplica, ReplicaLost, error_body
+from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest, ResumeBody
 from serve_app.protocol.responses import ChatCompletion, Completion, ModelCard, ModelList
+from serve_app.resume_point import extended, read_points
 from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bodies import body_of, check_model, read
 from serve_app.router.bounds import check_bounds, check_priority
@@ -31,6 +32,8 @@ logger = logging.getLogger("ray.serve.pitstop")
 WEIGHTS_HEADER = "x-weights-version"
 MAX_REQUEST_ID_LENGTH = 128
 """Of an id that answers repeat."""
+RESUMABLE = (ReplicaLost, NoReplica, EngineDead, EngineStopped, QueueFull, DeadlineExceeded)
+"""Errors of a stream after which it may go on elsewhere, or later."""
 DONE = b"data: [DONE]\n\n"
 ENGINE_NAMES = {
     "max_new_tokens": "max_tokens",
@@ -66,6 +69,8 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         with _parameters_named(prompt="prompt"):
             prompts = [await service.prompt_ids(prompt) for prompt in body.prompt]
             asks = [await _ask(body, prompt_ids, service, caller_of(request)) for prompt_ids in prompts]
+            if body.resume is not None:
+                asks = _resumed(asks, body.resume)
             style = CompletionFormat(_envelope("cmpl", body, request), service.tokenizer)
             return await _answer(request, service, asks=asks, body=body, style=style)
 
@@ -113,25 +118,43 @@ async def _collect(choices: Choices) -> list[Piece]:
 
 
 async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
-    begun: set[int] = set()
+    # What is resumed has begun elsewhere.
+    is_resumed = isinstance(body, CompletionRequest) and body.resume is not None
+    begun = set(range(len(choices.answers))) if is_resumed else set[int]()
+    tells_resume = body.stream_options is not None and bool(body.stream_options.include_resume)
     shows_tokens = body.shows_tokens
+    # Before any piece was given: what comes later is the client's to add.
+    first_token = choices.resume_token() if tells_resume else None
     try:
         async for piece in choices.pieces():
             if piece.is_empty and not (shows_tokens and piece.token_ids):
                 continue
             chunk = style.chunk(piece, choices, is_first=piece.index not in begun)
             if chunk is not None:
+                if tells_resume and isinstance(chunk, Completion):
+                    chunk.resume, tells_resume = first_token, False
                 yield _event(chunk)
                 begun.add(piece.index)
         if body.wants_usage_chunk:
             yield _event(style.usage_chunk(choices))
         yield DONE
     except PitstopError as error:
-        yield _event(error_body(error))
+        told = error_body(error)
+        if isinstance(body, CompletionRequest) and isinstance(error, RESUMABLE):
+            told.resume = choices.resume_token()
+        yield _event(told)
     except Exception:
         # The headers are gone, so no handler could tell the client any more.
         logger.exception("event=unexpected_error")
         yield _event(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)))
+
+
+def _resumed(asks: list[Ask], resume: ResumeBody) -> list[Ask]:
+    """Has each prompt's answers go on from what the client says it has; raises InvalidRequest where that is not so."""
+    points = read_points(resume.token, [ask.prompt_ids for ask in asks])
+    if resume.token_ids is not None:
+        points = extended(points, resume.token_ids)
+    return [replace(ask, resume=point) for ask, point in zip(asks, points, strict=True)]
 
 
 def _event(data: BaseModel) -> bytes:

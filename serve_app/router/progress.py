@@ -24,15 +24,16 @@ class Progress:
         begun = request.resumed or ((),) * num_sequences
         self._tokens: list[list[int]] = [list(ids or ()) for ids in begun]
         self._ended = {index for index, ids in enumerate(begun) if ids is None}
-        self._versions: list[set[int]] = [set() for _ in begun]
+        known = set() if request.resume_version is None else {request.resume_version}
+        self._versions: list[set[int]] = [set(known) if ids else set() for ids in begun]
         self._told: set[int] = set()
         """Sequences of which an event was given."""
         self._first: TokenEvent | None = None
         self._prompt_scores: tuple[Sequence[float], Sequence[TopLogprobs]] | None = None
         self._attempt_names = self._names
-        self._just_moved: set[int] = set()
+        self._just_moved = {index for index, ids in enumerate(begun) if ids}
         """Sequences of which nothing has come since they were opened elsewhere."""
-        self.version: int | None = None
+        self.version = request.resume_version
         """Of the weights that drew the latest token."""
         self.num_new_tokens = 0
         """Since the latest attempt began."""

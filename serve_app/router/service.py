@@ -12,6 +12,7 @@ from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, Worklo
 from serve_app.messages import GenerateRequest, Grammar
 from serve_app.protocol.parsing import shorten, validate
 from serve_app.protocol.requests import ChatRequest, Conversation, Message
+from serve_app.resume_point import ResumePoint, ResumeTrail
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.chat_style import chat_style
@@ -50,6 +51,9 @@ class Ask:
     weight_version: int | None = None
     route: str = "handle"
     """By which it came: answers of one route have lengths of one kind."""
+
+    resume: ResumePoint | None = None
+    """What was answered before, of the same request."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -124,6 +128,10 @@ class GenerationService:
         # Drawn here, as a replica that goes on with it has to draw the same tokens.
         seed = self._seeds.getrandbits(SEED_BITS)
         sampling = ask.sampling if ask.sampling.seed is not None else replace(ask.sampling, seed=seed)
+        answers = [Answer(self.tokenizer, ask.rules, index=first_index + number) for number in range(num_sequences)]
+        trail = ResumeTrail(sampling.seed)
+        if ask.resume is not None:
+            sampling, trail = _resumed(sampling, ask.resume, answers), ResumeTrail.starting_at(ask.resume)
         request = GenerateRequest(
             # Ours and not the client's: two clients may send the same id, and both are to be served.
             request_id=uuid.uuid4().hex,
@@ -141,13 +149,16 @@ class GenerationService:
             grammar=ask.grammar,
             min_weight_version=ask.min_weight_version,
             weight_version=ask.weight_version,
+            resumed=ask.resume.tokens if ask.resume is not None and ask.resume.has_tokens else None,
+            resume_version=None if ask.resume is None else ask.resume.version,
         )
         stream = ResumingStream(self.fleet, request, settings=self._settings, watch=self._watch, meter=self._resumes)
         return Generation(
             self._observer.observe(MeteredEvents(stream, self._meter), request, route=ask.route),
-            [Answer(self.tokenizer, ask.rules, index=first_index + number) for number in range(num_sequences)],
+            answers,
             prompt_ids=ask.prompt_ids,
             end_sequence=stream.end_sequence,
+            trail=trail,
         )
 
     async def prime(self, generation: Generation) -> None:
@@ -181,6 +192,26 @@ class GenerationService:
         if len(str(plain)) + len(str(tools)) <= INLINE_CHARACTERS:
             return self.tokenizer.encode_chat(plain, tools, **options)
         return await asyncio.to_thread(self.tokenizer.encode_chat, plain, tools, **options)
+
+
+def _resumed(sampling: SamplingParams, point: ResumePoint, answers: Sequence[Answer]) -> SamplingParams:
+    """Has answers go on from a point, and gives the sampling for the rest; raises InvalidRequest where they cannot."""
+    if len(point.tokens) != len(answers):
+        raise InvalidRequest(
+            f"resume has {len(point.tokens)} outputs of a prompt, and {len(answers)} are asked for; send the request"
+            " that was cut again, whole",
+            "resume",
+        )
+    sampling = replace(sampling, seed=point.seed)
+    if all(ids is None for ids in point.tokens):
+        raise InvalidRequest("resume says that every output has ended; there is nothing to go on with", "resume")
+    for answer, ids, spans in zip(answers, point.tokens, point.spans or ((),) * len(answers), strict=True):
+        if ids is None:
+            answer.is_over = True
+        elif ids:
+            answer.go_on(ids, spans)
+    # They came with the first tokens.
+    return replace(sampling, prompt_logprobs=None) if point.has_tokens else sampling
 
 
 def _check_version(name: str, version: object) -> None:

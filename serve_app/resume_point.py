@@ -1,0 +1,167 @@
+"""Where a stream was cut, as a router that did not see it has to know to go on with it exactly."""
+
+import base64
+import binascii
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from engine import InvalidRequest, WeightSpan
+from serve_app.messages import TokenEvent
+
+MAX_TOKEN_BYTES = 2**20
+"""Of a written point before it is unpacked, and sixteen times as many after it: a hundred thousand tokens."""
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePoint:
+    """What the answers to one prompt have so far. It holds no secret, and gives nothing that a prompt would not give.
+
+    seed: the one that was drawn with. tokens: of each output so far; None for one that has ended. spans: the weight
+    versions over these. The request that brings it has to be the one that was cut, whole.
+    """
+
+    seed: int
+    tokens: tuple[tuple[int, ...] | None, ...]
+    spans: tuple[tuple[WeightSpan, ...], ...] = ()
+    first_version: int | None = None
+    """Of the weights that drew the first token, as far as that is known."""
+
+    @property
+    def version(self) -> int | None:
+        """Of the weights that drew the latest token, as far as can be told."""
+        return max((spans[-1].version for spans in self.spans if spans), default=self.first_version)
+
+    @property
+    def has_tokens(self) -> bool:
+        return any(self.tokens) or None in self.tokens
+
+
+@dataclass(slots=True)
+class ResumeTrail:
+    """Follows the events of one request, so that it can be resumed."""
+
+    seed: int | None = None
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    spans: dict[int, list[WeightSpan]] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+
+    @classmethod
+    def starting_at(cls, point: ResumePoint) -> "ResumeTrail":
+        """Gives the trail of a request that goes on from a point."""
+        tokens = {index: list(ids or ()) for index, ids in enumerate(point.tokens)}
+        ended = {index for index, ids in enumerate(point.tokens) if ids is None}
+        return cls(point.seed, tokens, {index: list(spans) for index, spans in enumerate(point.spans)}, ended)
+
+    def add(self, event: TokenEvent) -> None:
+        """Takes in an event as the handle of an application gives it."""
+        self.seed = self.seed if event.seed is None else event.seed
+        self.tokens.setdefault(event.index, []).extend(event.token_ids)
+        self.spans.setdefault(event.index, []).extend(event.weight_versions)
+        if event.finish_reason is not None:
+            self.ended.add(event.index)
+
+    def point(self, num_sequences: int) -> ResumePoint | None:
+        """Gives the point of now; None before the first event, when there is nothing to go on from."""
+        if self.seed is None:
+            return None
+        return ResumePoint(
+            self.seed,
+            tuple(None if index in self.ended else tuple(self.tokens.get(index, ())) for index in range(num_sequences)),
+            tuple(tuple(self.spans.get(index, ())) for index in range(num_sequences)),
+        )
+
+
+def write_points(points: Sequence[ResumePoint], prompts: Sequence[Sequence[int]]) -> str:
+    """Gives the points of one request, one for each of its prompts, as a text for URLs and JSON."""
+    told = {
+        "format": FORMAT,
+        "prompts": _digest(prompts),
+        "points": [
+            {
+                "seed": point.seed,
+                "tokens": point.tokens,
+                "first_version": point.first_version,
+                "spans": [[(span.version, span.start, span.end) for span in spans] for spans in point.spans],
+            }
+            for point in points
+        ],
+    }
+    return base64.urlsafe_b64encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
+
+
+def read_points(text: str, prompts: Sequence[Sequence[int]]) -> list[ResumePoint]:
+    """Gives the points that a text holds; raises InvalidRequest where it is none or of other prompts."""
+    try:
+        if len(text) > MAX_TOKEN_BYTES:
+            raise ValueError("it is too long")
+        unpacker = zlib.decompressobj()
+        packed = base64.b64decode(text, altchars=b"-_", validate=True)
+        told = json.loads(unpacker.decompress(packed, 16 * MAX_TOKEN_BYTES))
+        if told["format"] != FORMAT:
+            raise ValueError("it is of another release")
+        points = [
+            ResumePoint(
+                _number(point["seed"]),
+                tuple(None if ids is None else tuple(_number(token) for token in ids) for ids in point["tokens"]),
+                tuple(
+                    tuple(WeightSpan(_number(version), _number(start), _number(end)) for version, start, end in spans)
+                    for spans in point["spans"]
+                ),
+                None if point["first_version"] is None else _number(point["first_version"]),
+            )
+            for point in told["points"]
+        ]
+    except (ValueError, TypeError, KeyError, binascii.Error, zlib.error, RecursionError) as error:
+        raise InvalidRequest(f"resume.token cannot be read: {error}; send it as it was given", "resume") from None
+    if told["prompts"] != _digest(prompts) or len(points) != len(prompts):
+        raise InvalidRequest("resume.token is of another prompt; send the request that was cut again, whole", "resume")
+    return points
+
+
+def extended(points: Sequence[ResumePoint], token_ids: Sequence[Sequence[int]]) -> list[ResumePoint]:
+    """Gives the points with what each choice has had since, by the choices of all prompts together.
+
+    Raises InvalidRequest where there are more or fewer choices, or one that has ended got tokens.
+    """
+    num_choices = sum(len(point.tokens) for point in points)
+    if len(token_ids) != num_choices:
+        raise InvalidRequest(
+            f"resume.token_ids has {len(token_ids)} lists, and there are {num_choices} choices; give one for each",
+            "resume",
+        )
+    later = iter(token_ids)
+    return [_extended(point, [next(later) for _ in point.tokens]) for point in points]
+
+
+def _extended(point: ResumePoint, later: Sequence[Sequence[int]]) -> ResumePoint:
+    tokens = tuple(_joined(ids, more) for ids, more in zip(point.tokens, later, strict=True))
+    spans = point.spans or ((),) * len(tokens)
+    longer = tuple(_up_to(len(ids or ()), of_one, point.version) for ids, of_one in zip(tokens, spans, strict=True))
+    return replace(point, tokens=tokens, spans=longer)
+
+
+def _up_to(end: int, spans: tuple[WeightSpan, ...], version: int | None) -> tuple[WeightSpan, ...]:
+    if spans:
+        return (*spans[:-1], replace(spans[-1], end=max(end, spans[-1].end)))
+    return (WeightSpan(version, 0, end),) if version is not None and end else ()
+
+
+def _joined(before: tuple[int, ...] | None, later: Sequence[int]) -> tuple[int, ...] | None:
+    if before is None and later:
+        raise InvalidRequest("resume.token_ids has tokens of a choice that had ended", "resume")
+    return None if before is None else (*before, *later)
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 2**64:
+        raise ValueError(f"{value!r:.40} is no number of it")
+    return value
+
+
+def _digest(prompts: Sequence[Sequence[int]]) -> str:
+    text = json.dumps([list(ids) for ids in prompts], separators=(",", ":"))
+    return blake2b(text.encode(), digest_size=12).hexdigest()
