@@ -33,11 +33,12 @@ from serve_app.messages import (
 )
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
 from serve_app.pause_leases import BARRIER, PauseLeases
-from serve_app.protocol.errors import LeaseGone, ManifestError, RollingFailed, VersionUnavailable
+from serve_app.protocol.errors import LeaseGone, RollingFailed, VersionUnavailable
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
 from serve_app.stragglers import Stragglers
 from serve_app.swap_checks import MAX_LAYERS, check_base, check_lease, check_pause, check_rollback, check_swap
+from serve_app.swap_failures import SwapFailures
 from serve_app.swap_turn import SwapTurn
 from serve_app.two_phase_swap import CheckAlone, Kill, TwoPhaseSwap
 from serve_app.uninterrupted import run_uninterrupted
@@ -48,7 +49,6 @@ logger = logging.getLogger("ray.serve.pitstop")
 RECOVERY_TIMEOUT_S = 10.0
 """For the reports of running replicas after a restart; ten heartbeats."""
 SWAP_OUTCOMES = ("committed", "refused", "conflict", "rolled_back")
-FAILURES = ("source", "invalid", "manifest", "rolling", "other")
 
 CountRunning = Callable[[], Awaitable[int]]
 """Gives how many replicas are running and so will report."""
@@ -89,8 +89,7 @@ class FleetWeights:
         # From zero, so that the first one is a rise.
         for outcome in SWAP_OUTCOMES:
             self._recorder.count("pitstop_swaps_total", outcome, amount=0)
-        for reason in FAILURES:
-            self._recorder.count("pitstop_swap_failures_total", reason, amount=0)
+        self._failures = SwapFailures(self._recorder)
 
     # What replicas ask
 
@@ -142,6 +141,7 @@ class FleetWeights:
             history=self._history.listed(),
             problem=self._problem[1] if self._problem is not None and is_current else None,
             pauses=self._leases.listed(),
+            failures=self._failures.listed(),
         )
 
     async def swap(self, request: SwapRequest) -> SwapResult:
@@ -227,7 +227,7 @@ class FleetWeights:
         try:
             self._turn.refuse_if_taken(wait_s=request.wait_s)
             # Before its turn: other swaps need not wait for a download.
-            source = await self._fetched(request.source) if isinstance(request, SwapRequest) else WeightSource()
+            source = await self._fetched(request) if isinstance(request, SwapRequest) else WeightSource()
             async with self._turn.taken(wait_s=request.wait_s) as swap_id:
                 if (known := await self._finished(request)) is not None:
                     return known
@@ -237,8 +237,9 @@ class FleetWeights:
             self._recorder.count("pitstop_swaps_total", "conflict")
             raise
 
-    async def _fetched(self, source: WeightSource) -> WeightSource:
-        """Gives a hub's source with the folder it was fetched to. Raises WeightsSourceError."""
+    async def _fetched(self, request: SwapRequest) -> WeightSource:
+        """Gives the source, a hub's with the folder it was fetched to. Raises WeightsSourceError."""
+        source = request.source
         if source.hub is None:
             return source
         timeout_s = self._settings.fetch_timeout_s
@@ -250,10 +251,10 @@ class FleetWeights:
                 f"{source} was not fetched from the hub within {timeout_s:g} s; what has come is kept: try again, or "
                 "raise weights.fetch_timeout_s"
             )
-            self._record_failure(late)
+            self._failures.add(request, late, was_rolled_back=False)
             raise late from None
         except PitstopError as error:
-            self._record_failure(error)
+            self._failures.add(request, error, was_rolled_back=False)
             raise
 
     async def _bring(self, request: SwapRequest | RollbackRequest, swap_id: str, source: WeightSource) -> SwapResult:
@@ -267,7 +268,7 @@ class FleetWeights:
         except SwapConflict:
             raise
         except PitstopError as error:
-            self._record_failure(error, is_back=self._two_phases.was_rolled_back)
+            self._failures.add(request, error, was_rolled_back=self._two_phases.was_rolled_back)
             logger.warning("event=swap_refused swap=%s error=%r", swap_id, str(error))
             raise
         finally:
@@ -403,10 +404,6 @@ class FleetWeights:
             result.paused_s,
         )
 
-    def _record_failure(self, error: PitstopError, *, is_back: bool = False) -> None:
-        self._recorder.count("pitstop_swaps_total", "rolled_back" if is_back else "refused")
-        self._recorder.count("pitstop_swap_failures_total", _reason_of(error))
-
     async def _recover(self) -> None:
         """Learns, once, what running replicas serve; with none running the application has just started."""
         if self._is_recovered:
@@ -457,15 +454,3 @@ def _is_of(known: CommittedVersion, request: SwapRequest | RollbackRequest) -> b
         return False
     asked = known.asked or known.source.as_asked
     return asked == request.source and (known.asked is not None) == request.partial
-
-
-def _reason_of(error: PitstopError) -> str:
-    kinds: tuple[tuple[type[PitstopError], str], ...] = (
-        (WeightsSourceError, "source"),
-        (VersionUnavailable, "source"),
-        (WeightsInvalid, "invalid"),
-        (ManifestError, "manifest"),
-        (RollingFailed, "rolling"),
-    )
-    cause = error.__cause__
-    return next((reason for kind, reason in kinds if isinstance(error, kind) or isinstance(cause, kind)), "other")

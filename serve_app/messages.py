@@ -359,6 +359,21 @@ class CommittedVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class SwapFailure:
+    """A swap or rollback that was not committed. at: UTC, ISO 8601. reason: the kind of what failed, as in the metrics.
+
+    was_rolled_back: replicas had its weights, and went back to those before.
+    """
+
+    at: str
+    reason: str
+    error: str
+    label: str = ""
+    requested_by: str = ""
+    was_rolled_back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaReport:
     """What a replica tells the controller about once a second."""
 
@@ -475,3 +490,5 @@ class FleetStatus:
     """Why the latest replica that wanted to start could not take the committed weights."""
     pauses: list[PauseLease] = field(default_factory=list)
     store: StoreStatus | None = None
+    failures: list[SwapFailure] = field(default_factory=list)
+    """The last swaps that were not committed, newest first, while this controller has run."""

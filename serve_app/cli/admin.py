@@ -123,6 +123,9 @@ def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
             f"{replica['replica_id']}: version {replica['version']}, {replica['state']}, "
             f"{replica['num_running']} running, {replica['num_waiting']} waiting{ranks}{error}"
         )
+    for failure in fleet["failures"]:
+        parts = [failure["at"], failure["label"], failure["requested_by"], failure["error"]]
+        typer.echo(f"not committed: {', '.join(part for part in parts if part)}")
     for version in earlier:
         typer.echo(f"earlier: {_line(version)}")
 

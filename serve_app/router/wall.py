@@ -64,6 +64,16 @@ class WallSwap:
 
 
 @dataclass(frozen=True, slots=True)
+class WallFailure:
+    """A swap that was not committed. Its error, which may name folders, is for holders of the admin key."""
+
+    at: str
+    label: str
+    reason: str
+    was_rolled_back: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WallPause:
     """A leased pause of the fleet, without the id that would end it."""
 
@@ -103,6 +113,7 @@ class WallData:
     pauses: list[WallPause]
     replicas: list[WallReplica]
     swaps: list[WallSwap]
+    failures: list[WallFailure]
     numbers: WallNumbers
 
 
@@ -149,6 +160,7 @@ def wall_data(status: FleetStatus, numbers: WallNumbers, *, model: str, now: flo
         pauses=[_pause(lease) for lease in status.pauses],
         replicas=[_replica(report, now) for report in status.replicas],
         swaps=[_swap(version) for version in status.history[:MAX_SWAPS]],
+        failures=[WallFailure(one.at, one.label, one.reason, one.was_rolled_back) for one in status.failures],
         numbers=numbers,
     )
 

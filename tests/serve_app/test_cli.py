@@ -26,6 +26,7 @@ from serve_app.messages import (
     PauseLease,
     ReplicaReport,
     RollbackRequest,
+    SwapFailure,
     SwapRequest,
     WeightSource,
 )
@@ -354,6 +355,7 @@ def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixtur
         swap_in_progress="s",
         phase="park",
         pauses=[PauseLease("l1", 60.0, 30.0, requested_by="me")],
+        failures=[SwapFailure("today", "source", "there is no folder /x", "step 6")],
     )
     print_status(asdict(status), as_json=False)
     assert capsys.readouterr().out.splitlines() == [
@@ -362,6 +364,7 @@ def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixtur
         "paused: lease l1, 30 s left, by me",
         "problem: replica b cannot start",
         "a: version 1, lagging, 0 running, 0 waiting, there is no folder /w",
+        "not committed: today, step 6, there is no folder /x",
         "earlier: version 1, the model it was started with",
     ]
 

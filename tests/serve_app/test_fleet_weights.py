@@ -37,6 +37,7 @@ from serve_app.messages import (
 )
 from serve_app.protocol.errors import ManifestError, ManifestTaken, VersionUnavailable
 from serve_app.settings import WeightSettings
+from serve_app.swap_failures import MAX_KEPT
 from serve_app.two_phase_swap import Checked
 from serve_app.weight_follower import WeightFollower
 from serve_app.weight_history import WeightHistory
@@ -227,6 +228,20 @@ async def test_a_faulty_tensor_is_refused_by_name_and_nothing_changes(
 async def test_a_folder_that_is_not_there_is_refused(fleet: Fleet, tmp_path: Path) -> None:
     with pytest.raises(WeightsSourceError, match="nowhere"):
         await fleet.swap(str(tmp_path / "nowhere"))
+
+
+async def test_the_status_has_the_last_swaps_that_failed(fleet: Fleet, folders: dict[str, str], tmp_path: Path) -> None:
+    for index in range(MAX_KEPT + 1):
+        with pytest.raises(WeightsSourceError):
+            await fleet.swap(str(tmp_path / f"nowhere-{index}"))
+    with pytest.raises(WeightsInvalid):
+        await fleet.swap(folders["non-finite"])
+    newest, *others = (await fleet.weights.status()).failures
+    assert (newest.reason, newest.was_rolled_back) == ("invalid", False)
+    assert "down_proj" in newest.error
+    assert len(others) == MAX_KEPT - 1
+    assert all(failure.reason == "source" for failure in others)
+    assert f"nowhere-{MAX_KEPT}" in others[0].error
 
 
 async def test_an_unknown_choice_for_requests_in_flight_is_refused(fleet: Fleet, folders: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from serve_app.messages import (
     FleetStatus,
     PauseLease,
     ReplicaReport,
+    SwapFailure,
     SwapResult,
     WeightSource,
 )
@@ -41,6 +42,7 @@ STATUS = FleetStatus(
         CommittedVersion(1),
     ],
     pauses=[PauseLease("lease-id", 60.0, 12.5, requested_by="somebody")],
+    failures=[SwapFailure("2026-01-01T00:00:00+00:00", "source", f"{SECRET} cannot be read", "step 3", "somebody")],
 )
 
 
@@ -128,6 +130,7 @@ async def test_without_keys_the_data_is_open_as_metrics_are() -> None:
     assert [swap["version"] for swap in data["swaps"]] == [2, 1]
     assert data["swaps"][0]["phases_s"] == {"stage": 0.5}
     assert (data["swaps"][0]["lagging"], data["swaps"][1]["strategy"]) == (1, None)
+    assert [(failure["label"], failure["reason"]) for failure in data["failures"]] == [("step 3", "source")]
 
 
 async def test_what_the_admin_key_is_for_is_not_in_the_data() -> None:

@@ -92,7 +92,7 @@ def test_the_wall_follows_a_load(browser: Browser, url: str) -> None:
     with watching(browser, url) as wall:
         wall.says("Both replicas serve version 1.")
         assert wall.page.locator("#replicas .lane").count() == 2
-        assert wall.page.locator("#stops .empty").count() == 1
+        assert wall.page.locator("#none").is_visible()
         with load(url):
             number = "document.querySelectorAll('.tile .value span')[{}].textContent"
             wall.wait(f"Number({number.format(0)}.replace(',', '')) > 0 && Number({number.format(1)}) >= 4")
@@ -205,12 +205,15 @@ def test_an_admin_pauses_swaps_and_goes_back(browser: Browser, url: str, folders
         page.click("#swap button")
         page.click("#sure .primary")
         page.locator("#outcome.failed", has_text="/nowhere").wait_for()
+        page.locator("#failures .when", has_text="/nowhere").wait_for()
         wall.complaints.clear()
         page.fill("#swap [name=path]", folders[0])
         page.fill("#swap [name=label]", "by hand")
         page.click("#swap button")
         page.click("#sure .primary")
         page.locator("#stops .stop .title", has_text="by hand").wait_for()
+        assert page.locator("#failures .stop").count() == 0
+        assert not page.locator("#none").is_visible()
         page.locator("#stops .when", has_text=folders[0]).wait_for()  # shown to who has the key alone
         version = page.locator("#committed .chip").inner_text()
         wall.wait("document.querySelector('#rollback select').options.length > 1")
