@@ -17,14 +17,16 @@ FIRST_SIZE = 8
 UNKNOWN = {
     "max_running": 1024.0,
     "total_tokens": 1e6,
-    "free_tokens": 1e6,
     "step_s": 0.02,
     "request_s": 0.0005,
     "token_s": 0.0005,
     "step_tokens": 2048.0,
 }
 """While no replica has told them; equal for all, so only the order of sizes matters."""
-TOLD = ("prefill_tokens", "decode_tokens", "num_running", "num_waiting")
+COLUMNS = ("prefill_tokens", "decode_tokens", "num_running", "num_waiting", "free_tokens", *UNKNOWN)
+NUM_PLAIN = len(COLUMNS) - len(UNKNOWN)
+BLANK = np.array([UNKNOWN.get(column, 0.0) for column in COLUMNS])
+"""A row of nobody: closed, so any numbers do of which nothing is divided by zero."""
 
 
 class FleetTable:
@@ -37,7 +39,9 @@ class FleetTable:
         self.versions: Ints = np.zeros(FIRST_SIZE, dtype=np.int64)
         self.names: list[str | None] = [None] * FIRST_SIZE
         self._is_open: Bools = np.zeros(FIRST_SIZE, dtype=np.bool_)
-        self._columns: dict[str, Floats] = {name: np.zeros(FIRST_SIZE) for name in (*TOLD, *UNKNOWN)}
+        self._values: Floats = np.repeat(BLANK[:, None], FIRST_SIZE, axis=1)
+        self._untold: set[int] = set()
+        """Rows of replicas that have not told all there is to know yet."""
 
     def __len__(self) -> int:
         """Rows, those of nobody included."""
@@ -52,6 +56,8 @@ class FleetTable:
             row = self.rows[name] = self.names.index(None)
             self.names[row] = name
             self._is_open[row] = True
+            self._values[:, row] = 0.0
+            self._untold.add(row)
         return row
 
     def report(self, name: str, stats: Mapping[str, Any]) -> None:
@@ -61,12 +67,15 @@ class FleetTable:
         request_s, token_s, step_tokens: as in `Replicas`. weight_version, is_fenced. prefixes: `pack_names` of what it
         has cached. reported_at: seconds since the epoch. Nonsense raises, and changes nothing but the order of raising.
         """
-        values = [float(stats.get(column, 0.0)) for column in self._columns]
+        values = [float(stats.get(column, 0.0)) for column in COLUMNS]
         reported_at, version = float(stats.get("reported_at", 0.0)), int(stats.get("weight_version", 0))
         is_open, prefixes = not stats.get("is_fenced", False), bytes(stats.get("prefixes", b""))
         row = self.row_of(name)
-        for column, value in zip(self._columns.values(), values, strict=True):
-            column[row] = value
+        self._values[:, row] = values
+        if min(values[NUM_PLAIN:]) > 0:
+            self._untold.discard(row)
+        else:
+            self._untold.add(row)
         self.reported_at[row], self.versions[row], self._is_open[row] = reported_at, version, is_open
         self.prefixes.tell(row, prefixes)
 
@@ -78,13 +87,15 @@ class FleetTable:
         self.names[row] = None
         self._is_open[row] = False
         self.reported_at[row] = -np.inf
-        for column in self._columns.values():
-            column[row] = 0.0
+        self._values[:, row] = BLANK
+        self._untold.discard(row)
         self.prefixes.forget(row)
 
     def num_requests(self) -> Floats:
         """Gives how many requests each replica had when it reported."""
-        return self._columns["num_running"] + self._columns["num_waiting"]
+        running, waiting = self._values[COLUMNS.index("num_running")], self._values[COLUMNS.index("num_waiting")]
+        total: Floats = running + waiting
+        return total
 
     def replicas(self, unseen: Unseen, others: Floats, *, mean_work: tuple[float, float], now: float) -> Replicas:
         """Gives what is known now: the reports, and what was sent since.
@@ -92,39 +103,42 @@ class FleetTable:
         unseen: by the caller. others: requests of which it only knows that others must have sent them; they are taken
         to be of mean_work, prompt and answer tokens.
         """
-        columns = self._columns
-        arrays = {name: self._filled(name) for name in UNKNOWN}
+        columns = dict(zip(COLUMNS, self._filled(), strict=True))
         used = unseen.prefill_tokens + unseen.decode_tokens + others * sum(mean_work)
-        arrays["free_tokens"] = np.maximum(arrays["free_tokens"] - used, 0.0)
+        columns["free_tokens"] = np.maximum(columns["free_tokens"] - used, 0.0)
         num_new = unseen.num_requests + others
-        num_begun = np.minimum(num_new, np.maximum(arrays["max_running"] - columns["num_running"], 0.0))
+        num_begun = np.minimum(num_new, np.maximum(columns["max_running"] - columns["num_running"], 0.0))
+        columns["num_running"] = columns["num_running"] + num_begun
+        columns["num_waiting"] = columns["num_waiting"] + num_new - num_begun
         return Replicas(
-            prefill_tokens=columns["prefill_tokens"],
-            decode_tokens=columns["decode_tokens"],
             sent_prefill_tokens=unseen.prefill_tokens + others * mean_work[0],
             sent_decode_tokens=unseen.decode_tokens + others * mean_work[1],
-            num_running=columns["num_running"] + num_begun,
-            num_waiting=columns["num_waiting"] + num_new - num_begun,
             age_s=np.clip(now - self.reported_at, 0.0, MAX_AGE_S),
             # Of what others have sent only the count is known; it came in between, so half of the age.
             sent_age_s=np.clip(now - np.where(others > 0, (now + self.reported_at) / 2, unseen.since), 0.0, MAX_AGE_S),
             is_open=self._is_open,
-            **arrays,
+            **columns,
         )
 
     def named(self, rows: Sequence[int] | Ints) -> list[str]:
         """Gives the replicas in these rows."""
         return [name for row in rows if (name := self.names[row]) is not None]
 
-    def _filled(self, column: str) -> Floats:
-        """Gives a column where replicas that have not told it are as the least of the others."""
-        values = self._columns[column]
-        # No free room is told as 0, which is known of who has told its size.
-        is_known = self._columns["total_tokens"] > 0 if column == "free_tokens" else values > 0
-        if is_known.all():
-            return values
-        known = values[is_known]
-        return np.where(is_known, values, known.min() if len(known) else UNKNOWN[column])
+    def _filled(self) -> Floats:
+        """Gives all columns, those of `UNKNOWN` so that who has not told them is as the least of those that have."""
+        if not self._untold:
+            return self._values
+        filled = self._values.copy()
+        is_named = np.array([name is not None for name in self.names])
+        for index, column in enumerate(COLUMNS):
+            if column in UNKNOWN:
+                is_known = self._values[index] > 0
+                known = self._values[index][is_known & is_named]
+                filled[index][~is_known] = known.min() if len(known) else UNKNOWN[column]
+        # Who has told nothing of its size has room; no room at all is told as 0 beside a size.
+        no_size = self._values[COLUMNS.index("total_tokens")] == 0
+        filled[COLUMNS.index("free_tokens")][no_size] = filled[COLUMNS.index("total_tokens")][no_size]
+        return filled
 
     def _grow(self) -> None:
         size = len(self.names)
@@ -132,4 +146,4 @@ class FleetTable:
         self.reported_at = np.append(self.reported_at, np.full(size, -np.inf))
         self.versions = np.append(self.versions, np.zeros(size, dtype=np.int64))
         self._is_open = np.append(self._is_open, np.zeros(size, dtype=np.bool_))
-        self._columns = {name: np.append(column, np.zeros(size)) for name, column in self._columns.items()}
+        self._values = np.append(self._values, np.repeat(BLANK[:, None], size, axis=1), axis=1)

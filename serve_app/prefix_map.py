@@ -5,7 +5,8 @@ are cut to 32 bits here: among a million prefixes one look-up in four thousand i
 A set of replicas is an int with a bit for each row, so that a look-up costs the same for 8 and for 512 of them.
 """
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -64,8 +65,9 @@ class ToldPrefixes:
 class SentPrefixes:
     """What was sent where lately, since it takes a while until replicas tell. One thread only.
 
-    Two generations: when the newer one is full or as old as half of `memory_s`, it becomes the older one, which is
-    forgotten. So nothing has to be looked through, and an entry lives for half of `memory_s` at least.
+    What is computed still is kept apart. The rest has two generations: when the newer one is full or as old as half of
+    `memory_s`, it becomes the older one, which is forgotten. So nothing has to be looked through, and an entry lives
+    for half of `memory_s` at least.
     """
 
     def __init__(self, *, memory_s: float = 30.0, max_names: int = 65_536) -> None:
@@ -74,13 +76,54 @@ class SentPrefixes:
         self._newer: dict[int, int] = {}
         self._older: dict[int, int] = {}
         self._since = -np.inf
+        self._coming: dict[int, int] = {}
+        self._pending: list[tuple[float, int, int, Sequence[int]]] = []
+        self._num_added = 0
 
     def get(self, name: int) -> int:
-        """Gives the rows to which this name was sent, as bits."""
+        """Gives the rows that must have computed this name by now, as bits."""
         return self._newer.get(name, 0) | self._older.get(name, 0)
 
-    def add(self, row: int, names: Iterable[int], *, now: float) -> None:
-        """Remembers that a replica is about to have these: the blocks of one prompt."""
+    @property
+    def coming(self) -> Mapping[int, int]:
+        """The rows that compute a name at this moment, as bits; some may have computed it since."""
+        return self._coming
+
+    def add(self, row: int, names: Sequence[int], *, now: float, ready_at: float = 0.0) -> None:
+        """Remembers that a replica will have these, the blocks of one prompt, from `ready_at` on."""
+        self.settle(now)
+        if ready_at <= now:
+            self._keep(row, names, now)
+            return
+        self._num_added += 1
+        heapq.heappush(self._pending, (ready_at, self._num_added, row, names))
+        bit = 1 << row
+        for name in names:
+            self._coming[name] = self._coming.get(name, 0) | bit
+
+    def settle(self, now: float) -> None:
+        """Takes what is ready by now for computed."""
+        while self._pending and self._pending[0][0] <= now:
+            _, _, row, names = heapq.heappop(self._pending)
+            self._keep(row, names, now)
+        if not self._pending:
+            self._coming.clear()
+
+    def discard(self, row: int, names: Iterable[int]) -> None:
+        """Forgets that these were sent there, because the replica turned out not to have them."""
+        keep = ~(1 << row)
+        for name in names:
+            for kept in (self._newer, self._older, self._coming):
+                if name in kept:
+                    kept[name] &= keep
+
+    def forget(self, row: int) -> None:
+        """Forgets a replica that is gone."""
+        self._pending = [entry for entry in self._pending if entry[2] != row]
+        heapq.heapify(self._pending)
+        self.discard(row, {*self._newer, *self._older, *self._coming})
+
+    def _keep(self, row: int, names: Sequence[int], now: float) -> None:
         if now - self._since > self._memory_s / 2 or len(self._newer) > self._max_names / 2:
             is_old = now - self._since > self._memory_s
             self._older, self._newer, self._since = {} if is_old else self._newer, {}, now
@@ -88,37 +131,41 @@ class SentPrefixes:
         for name in names:
             newer[name] = newer.get(name, 0) | bit
 
-    def discard(self, row: int, names: Iterable[int]) -> None:
-        """Forgets that these were sent there, because the replica turned out not to have them."""
-        keep = ~(1 << row)
-        for name in names:
-            for generation in (self._newer, self._older):
-                if name in generation:
-                    generation[name] &= keep
 
-    def forget(self, row: int) -> None:
-        """Forgets a replica that is gone."""
-        self.discard(row, {*self._newer, *self._older})
+def hit_tokens(
+    names: Sequence[int], told: ToldPrefixes, sent: SentPrefixes, *, page_size: int, step_tokens: Floats
+) -> Floats:
+    """Gives, for each replica, how many leading tokens of a prompt it is likely to have once the prompt's turn comes.
 
-
-def hit_blocks(names: Sequence[int], num_rows: int, told: ToldPrefixes, sent: SentPrefixes) -> Floats:
-    """Gives, for each replica, how many leading blocks of a prompt it is likely to have; `names` in their order.
-
-    A name that is known vouches for all before it, since replicas tell of long prefixes at a few depths only.
+    names: of the blocks of the prompt, in order. A name that is known vouches for all before it, since replicas tell of
+    long prefixes at a few depths only. Of what is computed at this moment the last step comes too late: requests that
+    share a step find nothing of each other.
     """
-    hits = np.zeros(num_rows)
-    missing = (1 << num_rows) - 1
-    for depth in range(len(names), 0, -1):
-        name = names[depth - 1]
-        rows = (told.get(name) | sent.get(name)) & missing
-        if rows:
-            missing &= ~rows
-            _set_bits(hits, rows, depth)
-            if not missing:
-                break
+    rows = (1 << len(step_tokens)) - 1
+    hits = page_size * _depths(names, len(step_tokens), lambda name: (told.get(name) | sent.get(name)) & rows)
+    coming = sent.coming
+    if coming:
+        under_way = page_size * _depths(names, len(step_tokens), lambda name: coming.get(name, 0) & rows)
+        hits = np.maximum(hits, under_way - step_tokens)
     return hits
 
 
-def _set_bits(values: Floats, bits: int, value: float) -> None:
-    packed = np.frombuffer(bits.to_bytes(len(values) // 8 + 1, "little"), dtype=np.uint8)
-    values[np.unpackbits(packed, count=len(values), bitorder="little").view(np.bool_)] = value
+def _depths(names: Sequence[int], num_rows: int, rows_of: Callable[[int], int]) -> Floats:
+    """Gives, for each row, how many names lead to the last one that it has."""
+    num_bytes = num_rows // 8 + 1
+    missing = (1 << num_rows) - 1
+    depths, sets = [], []
+    for depth in range(len(names), 0, -1):
+        rows = rows_of(names[depth - 1]) & missing
+        if rows:
+            missing &= ~rows
+            depths.append(float(depth))
+            sets.append(rows.to_bytes(num_bytes, "little"))
+            if not missing:
+                break
+    if not sets:
+        return np.zeros(num_rows)
+    packed = np.frombuffer(b"".join(sets), dtype=np.uint8).reshape(len(sets), num_bytes)
+    # No row is in two sets, so the sum over them is the depth of the one it is in.
+    bits = np.unpackbits(packed, axis=1, count=num_rows, bitorder="little")
+    return np.asarray(depths) @ bits

@@ -9,8 +9,8 @@ from enum import StrEnum
 import numpy as np
 
 from serve_app.fleet_table import REPORT_MARGIN_S, FleetTable
-from serve_app.prefix_map import SentPrefixes, hit_blocks
-from serve_app.routing_score import Bools, Floats, Ints, Replicas, Work, ranked, score
+from serve_app.prefix_map import SentPrefixes, hit_tokens
+from serve_app.routing_score import Bools, Floats, Ints, Replicas, Work, estimate, price, ranked
 from serve_app.sent_work import Counts, SentWork
 
 SESSION_SHARE = 0.9
@@ -52,6 +52,9 @@ class ReplicaChoice:
         """Tokens of a usual request: of its prompt, as far as it is not cached, and of its answer."""
         self._turn = 0
         self._hits: Floats = np.zeros(0)
+        self._first_token_s: Floats = np.zeros(0)
+        self._now = 0.0
+        self._under_way: dict[int, tuple[int, Sequence[int]]] = {}
 
     def choose(
         self,
@@ -71,7 +74,9 @@ class ReplicaChoice:
         replicas, self._hits = self.look(work, names, now=now, page_size=page_size, candidates=candidates)
         if self._policy in (RoutingPolicy.ROUND_ROBIN, RoutingPolicy.POWER_OF_TWO):
             return self._simple(replicas)
-        scores = score(replicas, work, self._hits)
+        times = estimate(replicas, work, self._hits)
+        self._first_token_s = times.first_token_s
+        scores = price(times, replicas.is_open)
         row = self.row_of_session(session)
         if row is not None and row < len(scores):
             scores[row] *= SESSION_SHARE
@@ -88,15 +93,18 @@ class ReplicaChoice:
         candidates: Bools | None = None,
     ) -> tuple[Replicas, Floats]:
         """Gives what is known of the replicas, and the tokens of the prompt that each is expected to have cached."""
-        unseen = self._sent.unseen(self._table.reported_at - REPORT_MARGIN_S, horizon_s=HORIZON_S)
+        unseen = self._sent.unseen(self._table.reported_at - REPORT_MARGIN_S, now=now, horizon_s=HORIZON_S)
         others = self._counts.beyond(self._table.num_requests() + unseen.num_requests, self._table.reported_at)
         replicas = self._table.replicas(unseen, others, mean_work=self.mean_work, now=now)
         if candidates is not None:
             replicas.is_open = replicas.is_open & candidates
         if self._policy != RoutingPolicy.PREFIX or not names:
             return replicas, np.zeros(len(replicas))
-        found = hit_blocks(names, len(replicas), self._table.prefixes, self._sent_prefixes)
-        return replicas, np.minimum(found * page_size, work.prefill_tokens)
+        self._sent_prefixes.settle(now)
+        found = hit_tokens(
+            names, self._table.prefixes, self._sent_prefixes, page_size=page_size, step_tokens=replicas.step_tokens
+        )
+        return replicas, np.minimum(found, work.prefill_tokens)
 
     def expected_hit(self, row: int) -> float:
         """Gives how many tokens of the prompt last chosen for the replica in this row is expected to have cached."""
@@ -126,27 +134,35 @@ class ReplicaChoice:
             prefill + SMOOTHING * (miss - prefill),
             decode + SMOOTHING * (work.decode_tokens - decode),
         )
-        self._sent_prefixes.add(row, names, now=now)
+        ready_s = float(self._first_token_s[row]) if row < len(self._first_token_s) else 0.0
+        self._sent_prefixes.add(row, names, now=now, ready_at=now + ready_s)
+        self._now = now
         if session is not None:
             self._sessions[session] = row
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
-        return self._sent.add(row, work, miss_tokens=miss, now=now)
+        token = self._sent.add(row, work, miss_tokens=miss, now=now)
+        self._under_way[token] = (row, names)
+        return token
 
     def note_count(self, row: int, num_requests: int, *, now: float) -> None:
         """Takes in how many requests a replica has in all, as it tells whenever it accepts one."""
         self._counts.note(row, num_requests, now=now)
 
     def note_done(self, token: int) -> None:
-        """The request has ended."""
+        """The request has ended, and with it everything that had to be computed for it."""
         self._sent.done(token)
+        row, names = self._under_way.pop(token, (-1, ()))
+        if row >= 0:
+            self._sent_prefixes.add(row, names, now=self._now)
 
     def forget(self, row: int) -> None:
         """Forgets a replica that is gone, before its row is used again."""
         self._sent.forget_row(row)
         self._counts.note(row, 0, now=-np.inf)
         self._sent_prefixes.forget(row)
+        self._under_way = {token: sent for token, sent in self._under_way.items() if sent[0] != row}
         self._sessions = OrderedDict((key, at) for key, at in self._sessions.items() if at != row)
 
     def _simple(self, replicas: Replicas) -> Ints:

@@ -97,19 +97,20 @@ def estimate(replicas: Replicas, work: Work, hit_tokens: Floats | float = 0.0) -
 
 def score(replicas: Replicas, work: Work, hit_tokens: Floats | float = 0.0) -> Floats:
     """Gives the price of the request at each replica, in seconds; infinity where it cannot go."""
-    times = estimate(replicas, work, hit_tokens)
+    return price(estimate(replicas, work, hit_tokens), replicas.is_open)
+
+
+def price(times: Estimate, is_open: Bools) -> Floats:
+    """Gives what is to be as small as possible, in seconds: infinity where a replica is closed."""
     decode_s = times.completion_s - times.first_token_s
-    price = times.first_token_s + DECODE_WEIGHT * decode_s + MISS_WEIGHT * times.miss_s
-    return np.where(replicas.is_open, price, np.inf)
+    return np.where(is_open, times.first_token_s + DECODE_WEIGHT * decode_s + MISS_WEIGHT * times.miss_s, np.inf)
 
 
 def ranked(scores: Floats, rng: np.random.Generator, margin_s: float = 0.0) -> Ints:
     """Gives the replicas with a finite score, best first; those within `margin_s` of each other in random order."""
-    noisy = scores + margin_s * rng.random(len(scores))
-    # Random before sorted, as equal ones would else keep their order.
-    shuffled = rng.permutation(len(scores))
-    order = shuffled[np.argsort(noisy[shuffled], kind="stable")]
-    return order[np.isfinite(noisy[order])]
+    noise = rng.random(len(scores))
+    order = np.lexsort((noise, scores)) if margin_s == 0 else np.argsort(scores + margin_s * noise)
+    return order[: int(np.isfinite(scores).sum())]
 
 
 MIN_CHUNK = 32.0

@@ -1,9 +1,9 @@
 """What a router knows of its replicas beyond their reports: what it sent since, and how many requests each told of."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from serve_app.routing_score import Floats, Work
 
@@ -18,6 +18,15 @@ class Unseen:
     decode_tokens: Floats
     num_requests: Floats
     since: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    token: int
+    row: int
+    sent_at: float
+    tokens: tuple[float, float, float]
+    """Of prompts, of answers, and the number of requests."""
 
 
 class Counts:
@@ -45,71 +54,74 @@ class Counts:
 
 
 class SentWork:
-    """A ring of the requests sent lately. One thread only.
+    """The requests sent lately, by replica. One thread only.
 
-    Those that ended count until they are as old as the oldest report, unless told of by `done`.
+    Those that ended count until the report of their replica is later, unless told of by `done`. Invariant: the sums are
+    those over the entries that are kept.
     """
 
     def __init__(self) -> None:
-        self._sent_at = np.full(FIRST_SIZE, -np.inf)
-        self._rows = np.zeros(FIRST_SIZE, dtype=np.int64)
-        self._prefill = np.zeros(FIRST_SIZE)
-        self._decode = np.zeros(FIRST_SIZE)
-        self._num_sequences = np.zeros(FIRST_SIZE)
-        self._start = self._end = 0
+        self._sums = np.zeros((3, FIRST_SIZE))
+        self._since = np.full(FIRST_SIZE, np.inf)
+        self._of: dict[int, deque[_Entry]] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._num_added = 0
 
     def __len__(self) -> int:
-        return self._end - self._start
+        return len(self._entries)
 
     def add(self, row: int, work: Work, *, miss_tokens: float, now: float) -> int:
         """Counts work as sent to the replica in `row`; gives what `done` wants. Never earlier than those before."""
-        if len(self) == len(self._sent_at):
-            self._grow()
-        place = self._end % len(self._sent_at)
-        self._sent_at[place] = now
-        self._rows[place] = row
-        self._prefill[place] = miss_tokens
-        self._decode[place] = work.decode_tokens
-        self._num_sequences[place] = work.num_sequences
-        self._end += 1
-        return self._end - 1
+        if row >= len(self._since):
+            self._grow(row + 1)
+        self._num_added += 1
+        entry = _Entry(self._num_added, row, now, (miss_tokens, float(work.decode_tokens), float(work.num_sequences)))
+        self._entries[entry.token] = entry
+        self._of.setdefault(row, deque()).append(entry)
+        self._sums[:, row] += entry.tokens
+        self._since[row] = min(now, float(self._since[row]))
+        return entry.token
 
     def done(self, token: int) -> None:
         """The request has ended; nothing where it was forgotten already."""
-        if self._start <= token < self._end:
-            self._sent_at[token % len(self._sent_at)] = -np.inf
+        entry = self._entries.get(token)
+        if entry is not None:
+            self._of[entry.row].remove(entry)
+            self._drop(entry)
 
-    def unseen(self, reported_at: Floats, *, horizon_s: float) -> Unseen:
-        """Gives the sums of what was sent after each replica's report; forgets what all reports must show."""
+    def unseen(self, reported_at: Floats, *, now: float, horizon_s: float) -> Unseen:
+        """Gives the sums of what was sent after each replica's report; forgets what the reports must show by now.
+
+        What is older than horizon_s is forgotten as well. The arrays are good until the next call of anything here.
+        """
         size = len(reported_at)
-        oldest = float(reported_at.min(initial=np.inf))
-        newest = float(reported_at.max(initial=-np.inf))
-        self._forget(max(oldest, newest - horizon_s))
-        places = np.arange(self._start, self._end) % len(self._sent_at)
-        rows = self._rows[places]
-        is_unseen = (rows < size) & (self._sent_at[places] > reported_at[np.minimum(rows, size - 1)])
-        rows, places = rows[is_unseen], places[is_unseen]
-        since = np.full(size, np.inf)
-        # Of several values for one place the last is kept, which backwards is the oldest.
-        since[rows[::-1]] = self._sent_at[places[::-1]]
-        columns = (self._prefill, self._decode, self._num_sequences)
-        prefill, decode, num = (np.bincount(rows, column[places], size).astype(np.float64) for column in columns)
-        return Unseen(prefill, decode, num, since)
+        if size > len(self._since):
+            self._grow(size)
+        for row, entries in list(self._of.items()):
+            shown = max(float(reported_at[row]) if row < size else -np.inf, now - horizon_s)
+            while entries and entries[0].sent_at <= shown:
+                self._drop(entries.popleft())
+        prefill, decode, num = self._sums[:, :size]
+        return Unseen(prefill, decode, num, self._since[:size])
 
     def forget_row(self, row: int) -> None:
         """Drops what was sent to a replica that is gone, whose row another one may take."""
-        self._sent_at[self._rows == row] = -np.inf
+        for entry in self._of.get(row, deque()).copy():
+            self.done(entry.token)
 
-    def _forget(self, before: float) -> None:
-        while self._start < self._end and self._sent_at[self._start % len(self._sent_at)] <= before:
-            self._start += 1
+    def _drop(self, entry: _Entry) -> None:
+        del self._entries[entry.token]
+        entries = self._of[entry.row]
+        if entries:
+            self._sums[:, entry.row] -= entry.tokens
+            self._since[entry.row] = entries[0].sent_at
+            return
+        # Exactly nothing, whatever was lost in rounding.
+        del self._of[entry.row]
+        self._sums[:, entry.row] = 0.0
+        self._since[entry.row] = np.inf
 
-    def _grow(self) -> None:
-        """Doubles the ring; places follow the numbers of entries, so that tokens stay true."""
-        old, size = len(self._sent_at), 2 * len(self._sent_at)
-        numbers = np.arange(self._start, self._end)
-        for name in ("_sent_at", "_rows", "_prefill", "_decode", "_num_sequences"):
-            before: npt.NDArray[np.generic] = getattr(self, name)
-            grown = np.zeros(size, dtype=before.dtype)
-            grown[numbers % size] = before[numbers % old]
-            setattr(self, name, grown)
+    def _grow(self, size: int) -> None:
+        more = max(size, 2 * len(self._since)) - len(self._since)
+        self._sums = np.append(self._sums, np.zeros((3, more)), axis=1)
+        self._since = np.append(self._since, np.full(more, np.inf))

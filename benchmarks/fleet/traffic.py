@@ -56,7 +56,7 @@ class Turn:
     ended_at: float = -1.0
     hit_tokens: int = 0
     num_deaths: int = 0
-    sent_at: float = 0.0
+    sent_at: float = -1.0
     replica: int = -1
     token: Any = None
     router: Any = None

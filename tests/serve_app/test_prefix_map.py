@@ -5,7 +5,11 @@ import random
 import numpy as np
 import pytest
 
-from serve_app.prefix_map import SentPrefixes, ToldPrefixes, hit_blocks, pack_names, short_names
+from serve_app.prefix_map import SentPrefixes, ToldPrefixes, hit_tokens, pack_names, short_names
+
+
+def hit_blocks(names: list[int], num_rows: int, told: ToldPrefixes, sent: SentPrefixes) -> np.ndarray:
+    return hit_tokens(names, told, sent, page_size=1, step_tokens=np.ones(num_rows))
 
 
 def digests(*numbers: int) -> list[bytes]:
@@ -66,6 +70,27 @@ def test_what_was_sent_is_remembered_for_a_while_and_in_bounds() -> None:
         sent.add(0, [10_000 + name], now=12.0)
     assert sum(sent.get(10_000 + name) for name in range(1000)) <= 101
     assert sent.get(10_999) == 1
+
+
+def test_what_is_computed_still_is_found_but_for_the_last_step() -> None:
+    told, sent = ToldPrefixes(), SentPrefixes()
+    names = list(range(1, 11))
+    sent.add(0, names, now=0.0, ready_at=5.0)
+    sent.add(1, names[:4], now=1.0, ready_at=2.0)
+    sent.add(2, names[:1], now=1.0, ready_at=9.0)
+
+    def hits() -> list[float]:
+        return hit_tokens(names, told, sent, page_size=100, step_tokens=np.array([250.0, 50.0, 150.0])).tolist()
+
+    assert hits() == [750, 350, 0]
+    sent.settle(3.0)
+    assert hits() == [750, 400, 0]
+    sent.settle(6.0)
+    assert hits() == [1000, 400, 0]
+    sent.forget(2)
+    sent.settle(10.0)
+    assert not sent.coming
+    assert hits() == [1000, 400, 0]
 
 
 def test_a_forgotten_or_disproved_replica_is_not_hoped_for() -> None:

@@ -13,11 +13,12 @@ def test_sent_work_counts_until_its_replica_reports() -> None:
     sent = SentWork()
     sent.add(0, Work(10, 5, 2), miss_tokens=7, now=1.0)
     sent.add(1, Work(10, 6), miss_tokens=8, now=2.0)
-    unseen = sent.unseen(NEVER, horizon_s=10)
+    unseen = sent.unseen(NEVER, now=3.0, horizon_s=10)
     assert unseen.prefill_tokens.tolist() == [7, 8]
     assert unseen.decode_tokens.tolist() == [5, 6]
     assert unseen.num_requests.tolist() == [2, 1]
-    assert sent.unseen(np.array([1.5, 1.5]), horizon_s=10).prefill_tokens.tolist() == [0, 8]
+    assert unseen.since.tolist() == [1, 2]
+    assert sent.unseen(np.array([1.5, 1.5]), now=3.0, horizon_s=10).prefill_tokens.tolist() == [0, 8]
     assert len(sent) == 1
 
 
@@ -28,23 +29,23 @@ def test_what_has_ended_counts_no_more_and_twice_is_once() -> None:
     sent.done(first)
     sent.done(first)
     sent.done(first + 100)
-    assert sent.unseen(NEVER, horizon_s=10).prefill_tokens.tolist() == [2, 0]
+    assert sent.unseen(NEVER, now=3.0, horizon_s=10).prefill_tokens.tolist() == [2, 0]
 
 
 def test_a_silent_replica_does_not_make_the_ring_grow_for_ever() -> None:
     sent = SentWork()
     for second in range(5000):
         sent.add(second % 2, Work(1, 1), miss_tokens=1, now=float(second))
-        sent.unseen(np.array([-np.inf, float(second)]), horizon_s=60)
-    assert len(sent) <= 62
+        sent.unseen(np.array([-np.inf, float(second)]), now=float(second), horizon_s=60)
+    assert len(sent) <= 31
 
 
 def test_a_replica_that_is_gone_leaves_nothing_to_the_next_in_its_row() -> None:
     sent = SentWork()
     sent.add(0, Work(9, 9), miss_tokens=9, now=1.0)
     sent.forget_row(0)
-    assert sent.unseen(NEVER, horizon_s=10).prefill_tokens.tolist() == [0, 0]
-    assert SentWork().unseen(np.zeros(0), horizon_s=10).prefill_tokens.tolist() == []
+    assert sent.unseen(NEVER, now=3.0, horizon_s=10).prefill_tokens.tolist() == [0, 0]
+    assert SentWork().unseen(np.zeros(0), now=3.0, horizon_s=10).prefill_tokens.tolist() == []
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -67,7 +68,8 @@ def test_sums_are_those_of_a_plain_list(seed: int) -> None:
         expected = np.zeros(4)
         for at, row, tokens in plain.values():
             expected[row] += tokens * (at > reported[row])
-        unseen = sent.unseen(reported, horizon_s=1e9)
+        assert len(sent) <= len(plain)
+        unseen = sent.unseen(reported, now=now, horizon_s=1e9)
         assert unseen.prefill_tokens.tolist() == expected.tolist()
         assert unseen.decode_tokens.tolist() == (2 * expected).tolist()
 
@@ -76,4 +78,4 @@ def test_rows_beyond_the_table_are_left_out() -> None:
     sent = SentWork()
     for row in (0, 1, 2, 3, 1):
         sent.add(row, Work(1, 1), miss_tokens=1, now=0.0)
-    assert sent.unseen(NEVER, horizon_s=1).num_requests.tolist() == [1, 2]
+    assert sent.unseen(NEVER, now=0.0, horizon_s=1).num_requests.tolist() == [1, 2]
