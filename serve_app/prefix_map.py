@@ -6,7 +6,7 @@ A set of replicas is an int with a bit for each row, so that a look-up costs the
 """
 
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -33,9 +33,10 @@ class ToldPrefixes:
         self._names_of: dict[int, frozenset[int]] = {}
         self._packed_of: dict[int, bytes] = {}
 
-    def get(self, name: int) -> int:
-        """Gives the rows that have told this name, as bits."""
-        return self._rows_of.get(name, 0)
+    @property
+    def known(self) -> Mapping[int, int]:
+        """The rows that have told a name, as bits."""
+        return self._rows_of
 
     def tell(self, row: int, packed: bytes) -> None:
         """Replaces what a replica has told: `pack_names` of its cached prefixes, in any order."""
@@ -80,9 +81,10 @@ class SentPrefixes:
         self._pending: list[tuple[float, int, int, Sequence[int]]] = []
         self._num_added = 0
 
-    def get(self, name: int) -> int:
-        """Gives the rows that must have computed this name by now, as bits."""
-        return self._newer.get(name, 0) | self._older.get(name, 0)
+    @property
+    def known(self) -> tuple[Mapping[int, int], Mapping[int, int]]:
+        """The rows that must have computed a name by now, as bits; in either."""
+        return self._newer, self._older
 
     @property
     def coming(self) -> Mapping[int, int]:
@@ -141,22 +143,23 @@ def hit_tokens(
     long prefixes at a few depths only. Of what is computed at this moment the last step comes too late: requests that
     share a step find nothing of each other.
     """
-    rows = (1 << len(step_tokens)) - 1
-    hits = page_size * _depths(names, len(step_tokens), lambda name: (told.get(name) | sent.get(name)) & rows)
-    coming = sent.coming
-    if coming:
-        under_way = page_size * _depths(names, len(step_tokens), lambda name: coming.get(name, 0) & rows)
-        hits = np.maximum(hits, under_way - step_tokens)
+    hits = page_size * _depths(names, len(step_tokens), (told.known, *sent.known))
+    if sent.coming:
+        hits = np.maximum(hits, page_size * _depths(names, len(step_tokens), (sent.coming,)) - step_tokens)
     return hits
 
 
-def _depths(names: Sequence[int], num_rows: int, rows_of: Callable[[int], int]) -> Floats:
-    """Gives, for each row, how many names lead to the last one that it has."""
+def _depths(names: Sequence[int], num_rows: int, known: Sequence[Mapping[int, int]]) -> Floats:
+    """Gives, for each row, how many names lead to the last one that it has; `known` gives rows as bits, by name."""
     num_bytes = num_rows // 8 + 1
     missing = (1 << num_rows) - 1
     depths, sets = [], []
     for depth in range(len(names), 0, -1):
-        rows = rows_of(names[depth - 1]) & missing
+        name, rows = names[depth - 1], 0
+        for rows_of in known:
+            if name in rows_of:
+                rows |= rows_of[name]
+        rows &= missing
         if rows:
             missing &= ~rows
             depths.append(float(depth))

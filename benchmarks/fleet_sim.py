@@ -1,0 +1,142 @@
+"""Routing at scale, by simulation: what routes in `serve_app`, over replicas whose steps take what was measured.
+
+    python -m benchmarks.fleet_sim                        # everything, about ten minutes on one core
+    python -m benchmarks.fleet_sim --parts grid --workloads chat --utilisations 0.85
+    python -m benchmarks.fleet_sim --replica gpu --parts grid
+
+Workloads, rates and seeds are in `benchmarks/workloads`, kinds of replicas in its `replicas.yaml`. Prints tables, and
+writes plots to `--plots`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import report
+from benchmarks.fleet import plots
+from benchmarks.fleet.routers import ROUTERS
+from benchmarks.fleet.simulation import Case, Outcome, simulate
+from benchmarks.fleet.traffic import Scale, load, scales
+
+WORKLOADS = ("chat", "agents", "rollouts", "bursts")
+PARTS = ("grid", "delays", "routers", "sizes", "crash")
+BASELINE = "power of two"
+COMPARED = ("ours", "power of two", "cache-aware", "round robin", "oracle")
+TURNS = {"chat": 120, "agents": 60, "rollouts": 500, "bursts": 120}
+"""Requests for each replica: of rollouts many, because the longest take minutes and the fleet has to fill first."""
+USUAL = Case("chat", "ours", 0.85)
+SIZES = (8, 64, 512)
+NUM_ROUTERS = (1, 4, 16, 64)
+DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+
+
+def main() -> None:
+    """Runs what was asked for, prints a table for each part."""
+    arguments = _parse_arguments()
+    scale = scales()[arguments.replica]
+    print(report.machine())
+    print(f"Command: python -m benchmarks.fleet_sim {' '.join(sys.argv[1:])}".rstrip())
+    print(f"Replica: {scale}")
+    outcomes: list[Outcome] = []
+    for part in arguments.parts:
+        cases = _cases(part, arguments)
+        print(f"\n## {part}\n\n{_HEADING}", flush=True)
+        done = []
+        for case in cases:
+            outcome = simulate(case, scale)
+            done.append(outcome)
+            print(_line(outcome, _of(done, case, BASELINE), _of(done, case, "oracle")), flush=True)
+        outcomes += done
+        if arguments.plots is not None:
+            plots.draw(part, done, arguments.plots, arguments.replica)
+
+
+_HEADING = """\
+| workload | use | replicas | routers | delay | router | first token p50 | p99 | to power of two | to the oracle | \
+token p99 | good | goodput | to power of two | hits | imbalance | busy | decision p50, p99 |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def _line(outcome: Outcome, baseline: Outcome | None, oracle: Outcome | None) -> str:
+    case = outcome.case
+    p50, p99 = outcome.quantile(0.5), outcome.quantile(0.99)
+    to_baseline = f"{p99 / baseline.quantile(0.99):.2f}x" if baseline else ""
+    to_oracle = f"{p99 / oracle.quantile(0.99):.2f}x" if oracle else ""
+    more_good = f"{outcome.goodput / baseline.goodput:.2f}x" if baseline and baseline.goodput else ""
+    decision = np.quantile(outcome.decision_us, [0.5, 0.99])
+    name = case.policy + (f", crash, {outcome.num_lost} lost" if case.crash_at is not None else "")
+    cells = (
+        case.workload, f"{case.utilisation:.2f}", case.num_replicas, case.num_routers, f"{case.delay_s:g} s", name,
+        f"{p50:.2f} s", f"{p99:.2f} s", to_baseline, to_oracle, f"{np.quantile(outcome.token_s, 0.99) * 1e3:.0f} ms",
+        f"{outcome.is_good.mean():.1%}", f"{outcome.goodput:.3f}", more_good, f"{outcome.hit_share:.1%}",
+        f"{outcome.imbalance:.2f}", f"{outcome.busy_share:.2f}", f"{decision[0]:.0f}, {decision[1]:.0f} us",
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _of(outcomes: Sequence[Outcome], case: Case, policy: str) -> Outcome | None:
+    """Gives the outcome of the same case under another policy, or of one that differs in what that one ignores."""
+    wanted = replace(case, policy=policy)
+    same = [outcome for outcome in outcomes if outcome.case == wanted]
+    alike = [one for one in outcomes if replace(one.case, delay_s=case.delay_s, num_routers=case.num_routers) == wanted]
+    return next(iter(same + alike), None)
+
+
+def _cases(part: str, arguments: argparse.Namespace) -> list[Case]:
+    """Gives the cases of a part; who is compared with comes first."""
+    policies = sorted(arguments.policies, key=lambda policy: (policy != BASELINE, policy != "oracle"))
+    usual = replace(USUAL, turns_per_replica=arguments.turns or TURNS[USUAL.workload])
+    others = [replace(usual, policy=policy) for policy in policies if policy in (BASELINE, "oracle")]
+    if part == "grid":
+        return [
+            Case(workload, policy, utilisation, turns_per_replica=arguments.turns or TURNS[workload])
+            for workload in arguments.workloads
+            for utilisation in load(workload)["utilisations"]
+            if not arguments.utilisations or utilisation in arguments.utilisations
+            for policy in policies
+        ]
+    if part == "delays":
+        return others + [replace(usual, delay_s=delay) for delay in DELAYS_S]
+    if part == "routers":
+        return others + [replace(usual, num_routers=number) for number in NUM_ROUTERS]
+    if part == "sizes":
+        sizes = [replace(usual, num_replicas=size) for size in SIZES]
+        return [replace(case, policy=policy) for case in sizes for policy in policies if policy != "round robin"]
+    crashed = replace(usual, workload="bursts", crash_at=0.6)
+    return [
+        replace(case, policy=policy)
+        for case in (replace(crashed, crash_at=None), crashed)
+        for policy in policies
+        if policy in ("ours", BASELINE)
+    ]
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet_sim", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", type=_among(PARTS), default=list(PARTS), help=f"with commas, of {', '.join(PARTS)}")
+    parser.add_argument("--workloads", type=_among(WORKLOADS), default=list(WORKLOADS), help="of the grid")
+    parser.add_argument("--policies", type=_among(ROUTERS), default=list(COMPARED), help=f"of {', '.join(ROUTERS)}")
+    parser.add_argument("--utilisations", type=lambda text: [float(part) for part in text.split(",")], default=[])
+    parser.add_argument("--replica", choices=sorted(scales()), default="cpu")
+    parser.add_argument("--turns", type=int, help="requests for each replica; else by workload")
+    parser.add_argument("--plots", type=Path, help="a folder for PNG files; none by default")
+    return parser.parse_args()
+
+
+def _among(known: Sequence[str] | dict[str, type]) -> "Scale | object":
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = sorted(set(names) - set(known))
+        if unknown:
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; there are {', '.join(known)}")
+        return names
+
+    return parse
+
+
+if __name__ == "__main__":
+    main()
