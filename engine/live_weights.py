@@ -20,6 +20,7 @@ from engine.packed_weights import PackedWeights
 from engine.parallel import RankGroup
 from engine.probing import probe
 from engine.rank_weights import digests_on_ranks, stage_on_ranks
+from engine.room import Room
 from engine.weights import (
     Paths,
     StagedWeights,
@@ -40,8 +41,6 @@ MEMORY_MARGIN_BYTES = 512 * 2**20
 CHANGE_TIMEOUT_S = 60.0
 """How long who reads the weights waits for who changes them: longer than a commit of staged weights. Streamed ones are
 read from a disk meanwhile, and who waits for too long is told to try again later."""
-PACKED_AT_ONCE = 8
-"""Tensors that are packed between two rests."""
 MAX_READS = 5
 """So often is a reading of the weights begun anew when a commit came between."""
 
@@ -104,6 +103,7 @@ class LiveWeights:
         self._packed = packed
         self._in_place = in_place
         self._free_bytes = free_bytes
+        self._room = Room()
         self._loss: WeightsLost | None = None
         # Of this moment, when no step runs: each takes it over for its length.
         self._attention: str = model.config._attn_implementation
@@ -124,11 +124,8 @@ class LiveWeights:
     def prepare(self, staged: StagedWeights) -> None:
         """Makes what depends on staged weights, beside generation."""
         with alone():
-            if self._packed is not None:
-                pace, pairs = self._pace(), staged.pairs
-                for start in range(0, len(pairs), PACKED_AT_ONCE):
-                    self._packed.prepare(pairs[start : start + PACKED_AT_ONCE])
-                    pace.rest()
+            if self._packed is not None and staged.is_ready and staged.prepared is None:
+                staged.prepared = self._packed.prepare(staged.pairs, rest=self._pace().rest)
             if self._in_place and staged.is_ready and not self._has_old(staged):
                 self._changes.read(lambda: staged.keep_old(version=self.version))
 
@@ -211,7 +208,7 @@ class LiveWeights:
                 self._loss = error
                 self.loop.fail(error)
                 raise
-            return self._refresh_packed(in_place=self._in_place, is_short=staged.is_streamed)
+            return self._refresh_packed(staged)
 
     def raise_if_lost(self) -> None:
         """Raises EngineDead when a failed exchange has left weights that nothing may be generated with."""
@@ -248,14 +245,15 @@ class LiveWeights:
         """What a commit would overwrite is kept already, or in a log, where the commit itself writes it."""
         return staged.is_streamed or staged.old_version == self.version
 
-    def _refresh_packed(self, *, in_place: bool, is_short: bool) -> object:
-        """is_short: memory is, so that the old copies go before the new ones are made."""
+    def _refresh_packed(self, staged: StagedWeights) -> object:
+        """Gives what to drop later; where memory is short, the old copies go before the new ones are made."""
         if self._packed is None:
             return None
-        if is_short:
+        prepared, staged.prepared = staged.prepared, None
+        if staged.is_streamed:
             self._packed.forget()
         try:
-            return self._packed.refresh(all_of_them=in_place or is_short)
+            return self._packed.refresh(prepared, all_of_them=self._in_place or staged.is_streamed)
         except (MemoryError, RuntimeError) as error:  # the version has begun, and copies only save time
             logger.warning("weights not packed, so steps take longer until the next swap error=%r", error)
             self._packed.forget()
@@ -275,7 +273,7 @@ class LiveWeights:
             return stage_streamed(
                 self._model, paths, cast=cast, partial=partial, undo_folder=fspath(request.undo_folder), rest=rest
             )
-        part = read_part(self._model, paths, cast=cast, partial=partial, rest=rest)
+        part = read_part(self._model, paths, cast=cast, partial=partial, room=self._room, rest=rest)
         return StagedWeights(part.pairs, part.contents)
 
     def _has_room_beside(self, request: StagingRequest) -> bool:

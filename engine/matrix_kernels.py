@@ -25,6 +25,23 @@ def prepare() -> None:
     )
     multiply(rows_MK, panels_PKL, out_MN[0], out_MN, 1)
     multiply_gated(rows_MK, panels_PKL, panels_PKL, out_MN, 1)
+    pack(np.ones((1, 1), np.float32), panels_PKL)
+
+
+@compiled(nogil=True)
+def pack(weight_NK: np.ndarray, panels_PKL: np.ndarray) -> None:
+    """Writes a weight in panels, the last one filled with zeros; in one thread, as it runs beside generation."""
+    num_columns, width = weight_NK.shape
+    for p in range(len(panels_PKL)):
+        column = p * PANEL
+        if column + PANEL <= num_columns:
+            for k in range(width):
+                for n in range(PANEL):
+                    panels_PKL[p, k, n] = weight_NK[column + n, k]
+        else:
+            panels_PKL[p] = np.float32(0)
+            for n in range(num_columns - column):
+                panels_PKL[p, :, n] = weight_NK[column + n]
 
 
 @compiled(nogil=True, parallel=True)

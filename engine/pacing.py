@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from time import sleep, thread_time
 
-STAGING_SHARE = 0.5
-"""Of one core. Reading, checking, digesting and packing took 1.0 to 1.7 s of a core for a GB (EPYC, others running), so
-that staging at this share has 0.3 GB/s and more."""
+STAGING_SHARE = 0.2
+"""Of one core: a step that shares one waits for it as long."""
+LEAST_WORK_S = 0.001
+"""Before a rest: a sleep is some 0.1 ms longer than asked for."""
 
 
 class Pace:
@@ -20,6 +21,8 @@ class Pace:
     def rest(self) -> None:
         """Sleeps, if need be. Counts the time of the processor: who had to wait for it has rested."""
         worked = thread_time() - self._since
+        if worked < LEAST_WORK_S:
+            return
         if self._is_busy():
             sleep(worked * self._rest_per_work)
         self._since = thread_time()

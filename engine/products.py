@@ -1,6 +1,7 @@
 """Two ways of multiplying rows with a linear layer's weights on a CPU in float32, each with a layout of its own."""
 
 import importlib
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,12 +18,15 @@ ONE_DNN_MAX_ROWS_OF_ONE_THREAD = 32
 WIDE = 8
 """A layer that widens its input so much, a vocabulary's, gains with one thread too."""
 
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+"""Gives a tensor on the CPU of any values."""
+
 
 class Products(Protocol):
     """A way of multiplying. What `pack` gives, the other methods take; it does not change with the weight."""
 
-    def pack(self, weight_NK: Tensor) -> Any:
-        """Gives a second copy of the weight, of about the same size."""
+    def pack(self, weight_NK: Tensor, empty: Empty) -> Any:
+        """Gives a second copy of the weight, of about the same size. empty: makes room for it."""
 
     def multiply(self, rows: Tensor, layer: nn.Linear, packed: Any) -> Tensor:
         """Gives what the layer computes."""
@@ -39,12 +43,12 @@ class PanelProducts:
         self._kernels = load_kernels("engine.matrix_kernels")
         self._no_bias = torch.empty(0).numpy()
 
-    def pack(self, weight_NK: Tensor) -> Any:
+    def pack(self, weight_NK: Tensor, empty: Empty) -> Any:
         panel: int = self._kernels.PANEL
         columns, width = weight_NK.shape
-        if columns % panel:
-            weight_NK = functional.pad(weight_NK, (0, 0, 0, -columns % panel))
-        return weight_NK.view(-1, panel, width).transpose(1, 2).contiguous().numpy()
+        panels_PKL = empty(((columns + panel - 1) // panel, width, panel), weight_NK.dtype).numpy()
+        self._kernels.pack(weight_NK.contiguous().numpy(), panels_PKL)
+        return panels_PKL
 
     def multiply(self, rows: Tensor, layer: nn.Linear, packed: Any) -> Tensor:
         if rows.dtype != torch.float32:
@@ -65,7 +69,7 @@ class PanelProducts:
 class OneDnnProducts:
     """Those of torch's own library, which gain where rows are few."""
 
-    def pack(self, weight_NK: Tensor) -> Any:
+    def pack(self, weight_NK: Tensor, empty: Empty) -> Any:  # noqa: ARG002
         return torch.ops.mkldnn._reorder_linear_weight(weight_NK, ONE_DNN_MAX_ROWS)
 
     def multiply(self, rows: Tensor, layer: nn.Linear, packed: Any) -> Tensor:

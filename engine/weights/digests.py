@@ -5,7 +5,7 @@ bits at the speed of memory, some fifteen times as fast as SHA-256 with the proc
 reads at 0.3 GB/s and more beside generation, and SHA-256 would have taken most of the core that it may use.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,12 +32,42 @@ class Contents:
         return digest_of_all(self.digests)
 
 
+CHUNK_BYTES = 2**20
+"""Of values that are looked at twice: it fits the second level of the processor's cache, where that costs a fifth."""
+
+
+class Scan:
+    """Takes the values of one tensor in their order: gives its digest, and whether all of them are finite."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """Takes no values yet."""
+        self._hasher = _hasher_of(shape, dtype)
+        self.is_finite = True
+
+    @property
+    def digest(self) -> str:
+        """As `digest_of` gives it, when all were taken."""
+        return self._hasher.hexdigest()
+
+    def add(self, values: Tensor) -> None:
+        """Takes the next ones: contiguous, of one dimension, on the CPU."""
+        _update(self._hasher, values)
+        self.is_finite = self.is_finite and _is_finite(values)
+
+
+def scan(tensor: Tensor) -> Scan:
+    """Scans a whole tensor."""
+    found = Scan(tensor.shape, tensor.dtype)
+    plain, num_values = _plain(tensor), CHUNK_BYTES // tensor.dtype.itemsize
+    for first in range(0, len(plain), num_values):
+        found.add(plain[first : first + num_values])
+    return found
+
+
 def digest_of(tensor: Tensor) -> str:
     """Gives 32 hex digits over a tensor's type, shape and bytes."""
-    hasher = xxhash.xxh3_128(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    plain = tensor.detach().cpu().contiguous().reshape(-1)
-    if plain.numel():
-        hasher.update(plain.view(torch.uint8).numpy().data)
+    hasher = _hasher_of(tensor.shape, tensor.dtype)
+    _update(hasher, _plain(tensor))
     return hasher.hexdigest()
 
 
@@ -56,3 +86,28 @@ def digests_of_ranks(parts: Iterable[Mapping[str, str]]) -> dict[str, str]:
 
 def _joined(digests: list[str]) -> str:
     return digests[0] if len(set(digests)) == 1 else xxhash.xxh3_128(" ".join(digests).encode()).hexdigest()
+
+
+def _hasher_of(shape: Sequence[int], dtype: torch.dtype) -> xxhash.xxh3_128:
+    return xxhash.xxh3_128(f"{dtype} {list(shape)} ".encode())
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().reshape(-1)
+
+
+def _update(hasher: xxhash.xxh3_128, values: Tensor) -> None:
+    if values.numel():
+        hasher.update(values.view(torch.uint8).numpy().data)
+
+
+def _is_finite(values: Tensor) -> bool:
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    wide = values.float() if values.dtype.itemsize == 1 else values
+    # A sum is the fastest look at all of them. Where it is finite they are; else it may only be too large.
+    if torch.isfinite(wide.sum(dtype=torch.float64 if wide.dtype == torch.float64 else torch.float32)):
+        return True
+    # Both ends are NaN where any entry is.
+    lowest, highest = torch.aminmax(wide)
+    return bool(torch.isfinite(lowest) & torch.isfinite(highest))

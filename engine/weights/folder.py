@@ -55,14 +55,28 @@ class StoredTensor:
     def read(self) -> Tensor:
         """Gives the tensor in memory of its own, on the CPU. Raises WeightsSourceError when the file ends before it."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        buffer = tensor.reshape(-1).view(torch.uint8).numpy().data
-        position = self.start
+        self._read_into(tensor.reshape(-1), self.start)
+        return tensor
+
+    def read_chunks(self, out: Tensor, num_values: int) -> Iterator[Tensor]:
+        """Reads into a contiguous tensor of as many values, cast to its type; gives each part when it is there."""
+        flat = out.view(-1)
+        stored = None if out.dtype == self.dtype else torch.empty(min(num_values, len(flat)), dtype=self.dtype)
+        for first in range(0, len(flat), num_values):
+            part = flat[first : first + num_values]
+            raw = part if stored is None else stored[: len(part)]
+            self._read_into(raw, self.start + first * self.dtype.itemsize)
+            if stored is not None:
+                part.copy_(raw)
+            yield part
+
+    def _read_into(self, values: Tensor, position: int) -> None:
+        buffer = values.view(torch.uint8).numpy().data
         while buffer:
             count = os.preadv(self.file.fileno(), [buffer], position)
             if count == 0:
                 raise WeightsSourceError(f"{self.file.name} ends inside tensor {self.name}")
             buffer, position = buffer[count:], position + count
-        return tensor
 
 
 def files_behind(tensors: Iterable[StoredTensor]) -> str:

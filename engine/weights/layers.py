@@ -27,6 +27,11 @@ class Piece:
     stored: dict[str, StoredTensor]
     targets: list[str]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the one tensor it takes is the parameter, but for its type."""
+        return self.recipe.converter is None
+
     def make(self, model: PreTrainedModel, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
         """Reads, converts and casts. Raises WeightsInvalid and WeightsSourceError."""
         dtype = slots[self.recipe.targets[0]].current.dtype

@@ -1,15 +1,15 @@
 """An opened source of weights: checked against a model by its headers, then read one parameter after the other."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.errors import WeightsInvalid
-from engine.weights.digests import Contents, digest_of
+from engine.room import Filling, Room
+from engine.weights.digests import CHUNK_BYTES, Contents, Scan, digest_of, scan
 from engine.weights.folder import files_behind
 from engine.weights.layers import Layer, Paths, Piece, open_layers, path_list, plan_pieces
 from engine.weights.slots import Slot, distinct, matcher, slots_of
@@ -76,14 +76,22 @@ class Source:
         made = {id(self.slots[name]): self.slots[name] for piece in self.pieces for name in piece.targets}
         return sum(slot.current.numel() * slot.current.element_size() for slot in made.values())
 
-    def parts(self) -> Iterator[NewPart]:
+    def parts(self, *, room: Room | None = None, rest: Callable[[], None] = lambda: None) -> Iterator[NewPart]:
         """Reads and gives each part once. Raises WeightsSourceError at once, and WeightsInvalid for all that does not
         fit when everything was read.
+
+        room: where the parts are to lie. rest: called every few megabytes.
         """
         self._made.clear()
+        filling = (room or Room()).filling()
         for piece in self.pieces:
-            for name, tensor in piece.make(self.model, self.slots).items():
-                yield from self._checked(name, tensor)
+            slot = self.slots[piece.recipe.targets[0]]
+            if piece.is_plain and slot.cut is None:
+                yield from self._read_plain(piece, slot, filling, rest)
+            else:
+                for name, tensor in piece.make(self.model, self.slots).items():
+                    yield from self._checked(name, tensor)
+                    rest()
         self.problems.raise_if_any()
 
     def contents(self) -> Contents:
@@ -98,16 +106,36 @@ class Source:
     def _digested(self) -> Iterable[NewPart]:
         return (part for part in self._made.values() if not part.slot.is_optional)
 
+    def _read_plain(self, piece: Piece, slot: Slot, filling: Filling, rest: Callable[[], None]) -> Iterator[NewPart]:
+        """Reads one tensor to where it is to lie, and looks at each of its values while the cache has it."""
+        name = piece.recipe.targets[0]
+        (stored,) = piece.stored.values()
+        tensor = filling.empty(stored.shape, slot.current.dtype)
+        found = Scan(tensor.shape, tensor.dtype)
+        for values in stored.read_chunks(tensor, CHUNK_BYTES // tensor.dtype.itemsize):
+            found.add(values)
+            rest()
+        yield from self._part(name, tensor, found)
+
     def _checked(self, name: str, tensor: Tensor) -> Iterator[NewPart]:
         slot = self.slots[name]
         if tensor.shape != slot.shape:
             self.problems.add("of another shape", name, f"{list(tensor.shape)}, must be {list(slot.shape)}")
             return
-        if not _is_finite(tensor):
+        tensor = tensor.contiguous()
+        found = scan(tensor)
+        if slot.cut is not None and found.is_finite:
+            tensor = slot.cut.take(tensor)
+            found = scan(tensor)
+        yield from self._part(name, tensor, found)
+
+    def _part(self, name: str, tensor: Tensor, found: Scan) -> Iterator[NewPart]:
+        """Gives a part, unless it is not finite, or another name of it has brought it."""
+        slot = self.slots[name]
+        if not found.is_finite:
             self.problems.add("not finite", name)
             return
-        tensor = tensor.contiguous() if slot.cut is None else slot.cut.take(tensor)
-        part = NewPart(slot, tensor, digest_of(tensor))
+        part = NewPart(slot, tensor, found.digest)
         before = self._made.get(id(slot))
         if before is None:
             # The tensor is whoever reads it's to keep.
@@ -167,12 +195,3 @@ def _check_headers(piece: Piece, slots: Mapping[str, Slot], problems: Problems, 
 
 def _files(layers: Iterable[Layer]) -> str:
     return " | ".join(files_behind(layer.values()) for layer in layers)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    wide = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    # One pass without a mask of the tensor's size; both ends are NaN where any entry is.
-    lowest, highest = torch.aminmax(wide)
-    return bool(torch.isfinite(lowest) & torch.isfinite(highest))

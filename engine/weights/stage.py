@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from engine.errors import WeightsInvalid
 from engine.openmp import alone
+from engine.room import Room
 from engine.weights.digests import Contents
 from engine.weights.layers import Paths
 from engine.weights.source import open_source
@@ -49,16 +50,16 @@ def read_part(
     *,
     cast: bool = False,
     partial: bool = False,
+    room: Room | None = None,
     rest: Callable[[], None] = lambda: None,
 ) -> Part:
     """Gives what `stage_weights` stages, and of a model that is cut over ranks the part of this one.
 
-    Every rank reads and checks the whole source. rest: called after each tensor.
+    Every rank reads and checks the whole source. room and rest as for `Source.parts`.
     """
     with open_source(model, path, cast=cast, partial=partial) as source:
         pairs = []
-        for part in source.parts():
+        for part in source.parts(room=room, rest=rest):
             new = part.tensor.to(part.slot.current.device)
             pairs += [(holder, new) for holder in part.slot.holders]
-            rest()
         return Part(pairs, source.contents(), source.files)

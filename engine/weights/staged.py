@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class StagedWeights:
         self._state = _State.STAGED
         self._is_in_place = False
         self._old: list[Tensor] | None = None
+        self.prepared: Any = None
+        """What was made of the new tensors beside generation, for whoever exchanges them; it goes with them."""
         self.old_version: int | None = None
         """The weight version that `keep_old` copied."""
 
@@ -107,7 +110,7 @@ class StagedWeights:
     def discard(self) -> None:
         """Frees the weights that the model does not hold; no pause is needed. After a commit this makes it final."""
         self._pairs.clear()
-        self._old = None
+        self._old = self.prepared = None
         self._state = _State.DISCARDED
 
     def _exchange(self) -> None:

@@ -40,12 +40,12 @@ def stage_streamed(
 ) -> "StreamedWeights":
     """Gives weights of which everything is checked and nothing kept in memory; raises as `stage_weights` does.
 
-    rest: called after each tensor. Raises WeightsError when the old weights do not fit the disk of `undo_folder`.
+    rest: as for `Source.parts`. Raises WeightsError when the old weights do not fit the disk of `undo_folder`.
     """
     with open_source(model, paths, cast=cast, partial=partial) as source:
         _check_disk(Path(undo_folder), source.needed_bytes)
-        for _ in source.parts():
-            rest()
+        for _ in source.parts(rest=rest):
+            pass
         return StreamedWeights(source, path_list(paths), cast=cast, partial=partial, undo_folder=undo_folder)
 
 

@@ -30,9 +30,21 @@ def test_rest_follows_the_work_and_only_while_somebody_is_busy(monkeypatch: pyte
     assert slept == [6.0, 3.0]
 
 
+def test_work_too_short_for_a_sleep_is_rested_from_with_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept = [0.0], []
+    monkeypatch.setattr(pacing, "thread_time", lambda: clock[0])
+    monkeypatch.setattr(pacing, "sleep", slept.append)
+    pace = Pace(lambda: True, share=0.5)
+    for _ in range(4):
+        clock[0] += 0.75 * pacing.LEAST_WORK_S
+        pace.rest()
+    assert slept == pytest.approx([1.5 * pacing.LEAST_WORK_S] * 2)
+
+
 def test_staging_rests_between_tensors_while_requests_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slept = []
     monkeypatch.setattr(pacing, "sleep", slept.append)
+    monkeypatch.setattr(pacing, "LEAST_WORK_S", 0.0)
     tiny_model(seed=2).save_pretrained(tmp_path)
     model = tiny_model(seed=1)
     with running(model) as manager:

@@ -1,5 +1,8 @@
 """Packed weights are a faster way to the same numbers: never to those of other weights, and nothing stays behind."""
 
+import gc
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,10 @@ def logits_of(model: PreTrainedModel, num_tokens: int = 12) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(ids_1T).logits
     return logits
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.full(tuple(shape), torch.nan, dtype=dtype)
 
 
 @pytest.fixture(params=[OneDnnProducts, PanelProducts])
@@ -85,7 +92,7 @@ def test_layers_of_any_shape_are_multiplied(num_rows: int, width: int, num_colum
         for has_bias in (False, True):
             layer = nn.Linear(width, num_columns, bias=has_bias)
             rows = torch.randn(1, num_rows, width)
-            found = products.multiply(rows, layer, products.pack(layer.weight))
+            found = products.multiply(rows, layer, products.pack(layer.weight, empty))
             torch.testing.assert_close(found, layer(rows), rtol=1e-5, atol=1e-5)
 
 
@@ -96,7 +103,7 @@ def test_a_gate_and_its_partner_are_multiplied_at_once(num_rows: int, num_column
     with torch.inference_mode():
         gate_NK, up_NK = torch.randn(2, num_columns, 600) / 25
         rows = 3 * torch.randn(1, num_rows, 600)
-        found = products.multiply_gated(rows, products.pack(gate_NK), products.pack(up_NK), num_columns)
+        found = products.multiply_gated(rows, products.pack(gate_NK, empty), products.pack(up_NK, empty), num_columns)
         if isinstance(products, OneDnnProducts):
             assert found is None
         else:
@@ -161,14 +168,24 @@ def test_a_swap_finds_its_copies_made(tmp_path: Path, products: Products) -> Non
     model = tiny_model("llama")
     packed = packed_of(model, products)
     weights, new = staged(model, tmp_path, seed=5)
-    packed.prepare(weights.pairs)
+    prepared = packed.prepare(weights.pairs)
     weights.commit()
-    known = dict(packed._packed)
-    packed.refresh()
-    assert packed._packed.items() <= known.items(), "a pause would have packed weights"
-    assert len(packed._packed) < len(known), "the old copies are still there"
+    packed.refresh(prepared)
+    assert packed._packed == prepared, "a pause would have packed weights, or the old copies are still there"
     with in_use(packed.stand_ins()):
         torch.testing.assert_close(logits_of(model), logits_of(new), rtol=1e-4, atol=1e-4)
+
+
+def test_copies_of_weights_that_are_never_committed_go_with_them(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    tiny_model("llama", seed=5).save_pretrained(tmp_path)
+    with running(model, pack_weights=True) as manager:
+        weights = manager.stage_weights(tmp_path)
+        copies = [weakref.ref(copy.weight) for copy in weights.prepared.values()]
+        assert copies
+        weights.discard()
+        gc.collect()
+        assert [copy() for copy in copies if copy() is not None] == []
 
 
 def test_tokens_are_those_of_the_weights_after_every_kind_of_change(tmp_path: Path) -> None:
@@ -217,7 +234,7 @@ def test_a_swap_whose_copies_cannot_be_made_counts_and_computes_without_them(
         packed = manager._packed
         assert packed is not None
 
-        def refresh(*, all_of_them: bool = False) -> object:
+        def refresh(_: object, *, all_of_them: bool = False) -> object:
             raise MemoryError(f"no room, all_of_them={all_of_them}")
 
         monkeypatch.setattr(packed, "refresh", refresh)
