@@ -24,7 +24,7 @@ from serve_app.client import Pitstop, connect
 from serve_app.client.completion import Completion, join_events
 from serve_app.messages import ReplicaReport
 from tests.ports import free_port
-from tests.serve_app.running_app import APP_NAME, ENVIRONMENT, start_ray
+from tests.serve_app.running_app import ADMIN_KEY, APP_NAME, ENVIRONMENT, start_ray
 from tests.serve_app.tiny_model import make_model_folder
 from tests.waiting import eventually
 
@@ -38,6 +38,7 @@ NUM_TWINS = 48
 CLIENT_DEADLINE_S = 120.0
 READY_DEADLINE_S = 180.0
 """For a replica to be missed, ended and replaced on a busy machine."""
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 STOPPED_S = 6.0
 """Of every second replica that is stopped, before it goes on; the others are left for Serve to replace."""
 
@@ -192,8 +193,11 @@ class Load:
 
 
 @asynccontextmanager
-async def load_on(llm: Pitstop, url: str) -> AsyncIterator[Load]:
-    """Runs the clients beside what is done inside; then nothing has failed, and nothing is left."""
+async def load_on(llm: Pitstop, url: str, *, keeps_counts: bool = True) -> AsyncIterator[Load]:
+    """Runs the clients beside what is done inside; then nothing has failed, and nothing is left.
+
+    keeps_counts: the router lives, and with it its counters.
+    """
     asks = make_asks()
     load = Load(llm, asks)
     load.twins = await asyncio.gather(*(ask.answer(llm) for ask in asks))
@@ -206,11 +210,11 @@ async def load_on(llm: Pitstop, url: str) -> AsyncIterator[Load]:
     finally:
         for client in clients:
             client.cancel()
-    resumed = await resumes(url) - before
+    resumed = await resumes(url) - before if keeps_counts else float("nan")
     print(f"outcomes={dict(load.outcomes)} resumes={resumed:.0f}")  # noqa: T201  # the numbers of the run
     assert set(load.outcomes) == {"same"}
     assert load.outcomes["same"] > NUM_CLIENTS
-    assert resumed > 0, "nothing was disturbed"
+    assert not resumed <= 0, "nothing was disturbed"
     await eventually(lambda: is_idle(url), until=lambda busy: not busy)
 
 
@@ -236,11 +240,11 @@ async def is_idle(url: str) -> dict[str, float]:
     return {name: value for name, value in (await scrape(url)).items() if name.startswith(gauges) and value}
 
 
-def replica_processes() -> list[psutil.Process]:
+def processes_of(deployment: str) -> list[psutil.Process]:
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if any(f"ServeReplica:{APP_NAME}:EngineReplica" in part for part in process.cmdline()):
+            if any(f"ServeReplica:{APP_NAME}:{deployment}" in part for part in process.cmdline()):
                 found.append(process)
     return found
 
@@ -251,7 +255,7 @@ async def test_replicas_are_killed(llm: Pitstop, url: str, seed: int) -> None:
     async with load_on(llm, url):
         for _ in range(NUM_FAULTS):
             names = {report.replica_id for report in await ready(llm, NUM_REPLICAS)}
-            rng.choice(replica_processes()).kill()
+            rng.choice(processes_of("EngineReplica")).kill()
             await eventually(lambda names=names: missing(llm, names), until=bool, deadline_s=READY_DEADLINE_S)
         await ready(llm, NUM_REPLICAS)
 
@@ -273,7 +277,7 @@ async def test_replicas_stand_still(llm: Pitstop, url: str, seed: int) -> None:
         async with load_on(llm, url):
             for number in range(NUM_FAULTS):
                 names = {report.replica_id for report in await ready(llm, NUM_REPLICAS)}
-                process = rng.choice(replica_processes())
+                process = rng.choice(processes_of("EngineReplica"))
                 process.suspend()
                 stopped.append(process)
                 await eventually(lambda names=names: missing(llm, names), until=bool, deadline_s=READY_DEADLINE_S)
@@ -294,3 +298,31 @@ async def test_replicas_are_taken_away_and_come_back(llm: Pitstop, url: str, mod
             deploy(model, num_replicas=number)
             await ready(llm, number)
             await asyncio.sleep(3)
+
+
+async def test_routers_are_killed(llm: Pitstop, url: str) -> None:
+    """The Python client goes on by itself; what it sees of the router is the end of its stream."""
+    async with load_on(llm, url, keeps_counts=False) as load:
+        for _ in range(2):
+            before = load.outcomes["same"]
+            (router,) = processes_of("Router")
+            router.kill()
+            await eventually(
+                lambda before=before: load.outcomes["same"] > before + NUM_CLIENTS, deadline_s=READY_DEADLINE_S
+            )
+
+
+async def test_a_replica_is_drained_and_replaced(llm: Pitstop, url: str) -> None:
+    async with load_on(llm, url), httpx.AsyncClient(base_url=url, timeout=60, headers=ADMIN) as http:
+        first, second, _ = (report.replica_id for report in await ready(llm, NUM_REPLICAS))
+        answer = await http.post("/admin/drain", json={"replica_ids": [first]})
+        assert answer.json() == {"replicas": [first], "requests_left": {}, "is_replaced": False}
+        states = {one["replica_id"]: one for one in (await http.get("/admin/weights")).json()["replicas"]}
+        assert (states[first]["state"], states[first]["num_running"]) == ("drained", 0)
+        answer = await http.post("/admin/drain", json={"replica_ids": [second], "replace": True})
+        assert answer.json() == {"replicas": [second], "requests_left": {}, "is_replaced": True}
+        answer = await http.post("/admin/undrain", json={"replica_ids": [first]})
+        assert answer.json()["replicas"] == [first]
+        names = {report.replica_id for report in await ready(llm, NUM_REPLICAS)}
+        assert first in names
+        assert second not in names

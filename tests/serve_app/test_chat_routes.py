@@ -11,12 +11,13 @@ from test_chat_style import CALL, PING, TEMPLATES, WEATHER, style_of
 from tiny_model import CHAT_TEMPLATE
 
 from engine import FinishReason, WeightSpan
-from serve_app.messages import GenerateRequest, GrammarKind, TokenEvent
+from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, GrammarKind, TokenEvent
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import ModelLimits
 from serve_app.router.numbers import RouterNumbers
 from serve_app.router.request_observer import RequestObserver
+from serve_app.router.resuming_stream import ResumeMeter
 from serve_app.router.service import GenerationService
 from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
@@ -42,7 +43,10 @@ class ScriptedFleet:
     async def probe(self) -> None:
         pass
 
-    def generate(self, request: GenerateRequest) -> "ScriptedEvents":
+    async def status(self) -> FleetStatus:
+        return FleetStatus(CommittedWeights(1), [])
+
+    def generate(self, request: GenerateRequest, *, asked_at: float | None = None) -> "ScriptedEvents":  # noqa: ARG002
         self.requests.append(request)
         return ScriptedEvents(request, self._ids)
 
@@ -82,6 +86,7 @@ def client_of(template: str, text: str, **settings: Any) -> tuple[openai.AsyncOp
         fleet=seam,
         meter=VersionMeter(recorder, seam),
         observer=RequestObserver(recorder, routing=lambda: None),
+        resumes=ResumeMeter(recorder),
     )
     app = build_asgi(service, app_settings, recorder=recorder, numbers=RouterNumbers(recorder, service.admission))
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
