@@ -1,4 +1,4 @@
-"""The command line: `pitstop serve | swap | rollback | status | pause | resume | bench | doctor | fetch`.
+"""The command line: `pitstop serve`, the commands of an application that runs, `bench`, `doctor` and `fetch`.
 
 Only argument parsing happens here.
 """
@@ -9,7 +9,16 @@ from typing import Annotated
 
 import typer
 
-from serve_app.cli.admin import DEFAULT_URL, AdminApi, print_ended, print_lease, print_status, print_swap
+from serve_app.cli.admin import (
+    DEFAULT_URL,
+    AdminApi,
+    print_drained,
+    print_ended,
+    print_lease,
+    print_status,
+    print_swap,
+    print_undrained,
+)
 from serve_app.cli.bench import bench
 from serve_app.cli.doctor import doctor
 from serve_app.cli.failure import CommandFailed
@@ -40,6 +49,8 @@ OnFailure = Annotated[str, typer.Option(help="Of a replica in a rolling swap: co
 Verify = Annotated[bool, typer.Option("--verify", help="Read the weights back on every replica afterwards.")]
 Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for a swap that is under way.")]
 Key = Annotated[str | None, typer.Option(help="Sent again with the same key, the command does its work once.")]
+Replicas = Annotated[list[str] | None, typer.Argument(metavar="[REPLICA]...", help="As status names them.")]
+Node = Annotated[str | None, typer.Option(help="All replicas of this address, too.")]
 # Taken from the environment only: a key on the command line could be read by every user of the machine.
 AdminKey = Annotated[str | None, typer.Option(envvar="PITSTOP_ADMIN_KEY", show_envvar=False, hidden=True)]
 AdminKeyFile = Annotated[
@@ -187,6 +198,52 @@ def resume(
     """End a pause, or all of them."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     print_ended(api.resume({"lease_id": lease_id}), as_json=as_json)
+
+
+@app.command()
+def drain(
+    replicas: Replicas = None,
+    node: Node = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, help="Seconds to wait until they have no requests.")
+    ] = 30.0,
+    replace: Annotated[bool, typer.Option("--replace", help="End them then, so that others start.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Even where no other replica serves.")] = False,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+    admin_key: AdminKey = None,
+    admin_key_file: AdminKeyFile = None,
+    cache_dir: CacheDir = default_cache_dir(),  # noqa: B008
+) -> None:
+    """Take replicas out of service: their requests go on elsewhere. Exit status 1 where some still have requests."""
+    api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
+    body = _replicas_meant(replicas, node) | {"timeout_s": timeout_s, "replace": replace, "force": force}
+    with progress("draining"):
+        result = api.drain(body)
+    print_drained(result, as_json=as_json)
+    if result["requests_left"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def undrain(
+    replicas: Replicas = None,
+    node: Node = None,
+    url: Url = DEFAULT_URL,
+    as_json: AsJson = False,
+    admin_key: AdminKey = None,
+    admin_key_file: AdminKeyFile = None,
+    cache_dir: CacheDir = default_cache_dir(),  # noqa: B008
+) -> None:
+    """Put drained replicas back into service."""
+    api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
+    print_undrained(api.undrain(_replicas_meant(replicas, node)), as_json=as_json)
+
+
+def _replicas_meant(replicas: list[str] | None, node: str | None) -> dict[str, object]:
+    if not replicas and node is None:
+        raise CommandFailed("name replicas, as `pitstop status` shows them, or --node ADDRESS")
+    return {"replica_ids": replicas or [], "node": node}
 
 
 app.command()(bench)

@@ -56,6 +56,14 @@ class AdminApi:
         """End one pause or all; returns their leases."""
         return list(self._send("POST", "/resume", timeout_s=SWAP_TIMEOUT_S, body=body)["ended"])
 
+    def drain(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Take replicas out of service; returns the application's DrainResult."""
+        return self._send("POST", "/drain", timeout_s=SWAP_TIMEOUT_S, body=body)
+
+    def undrain(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Put drained replicas back; returns the application's DrainResult."""
+        return self._send("POST", "/undrain", timeout_s=SWAP_TIMEOUT_S, body=body)
+
     def _send(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
         url = self._url + path
         try:
@@ -101,6 +109,24 @@ def print_lease(lease: dict[str, Any], *, as_json: bool) -> None:
 def print_ended(lease_ids: list[str], *, as_json: bool) -> None:
     """One line, or the leases as JSON."""
     typer.echo(json.dumps(lease_ids) if as_json else f"ended {len(lease_ids)} pause(s)")
+
+
+def print_drained(result: dict[str, Any], *, as_json: bool) -> None:
+    """One line, and one for each replica that still has requests; or the whole answer as JSON."""
+    if as_json:
+        typer.echo(json.dumps(result))
+        return
+    left = result["requests_left"]
+    empty = [name for name in result["replicas"] if name not in left]
+    what = "drained and being replaced" if result["is_replaced"] else "drained"
+    typer.echo(f"{what}: {', '.join(empty) or 'none'}")
+    for name, number in left.items():
+        typer.echo(f"{name} takes no new requests and still has {number}")
+
+
+def print_undrained(result: dict[str, Any], *, as_json: bool) -> None:
+    """One line, or the whole answer as JSON."""
+    typer.echo(json.dumps(result) if as_json else f"back in service: {', '.join(result['replicas'])}")
 
 
 def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:

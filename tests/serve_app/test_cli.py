@@ -22,6 +22,7 @@ from serve_app.cli.startup import failure_in
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
+    DrainResult,
     FleetStatus,
     PauseLease,
     ReplicaReport,
@@ -30,6 +31,7 @@ from serve_app.messages import (
     SwapRequest,
     WeightSource,
 )
+from serve_app.protocol.drains import DrainBody, UndrainBody
 from serve_app.protocol.parsing import parse_body
 from serve_app.protocol.weights import RollbackBody, SwapBody
 from tests.ports import free_port
@@ -344,6 +346,37 @@ def test_pause_renews_and_resumes_by_its_lease(
         "2 replica(s) stand still for 5 s: lease l1",
         "ended 1 pause(s)",
     ]
+
+
+def test_drain_names_who_is_out_of_service_and_fails_where_requests_are_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
+    with admin_server(200, asdict(DrainResult(["a", "b"], is_replaced=True))) as (url, asked):
+        options = ("--timeout", 5, "--replace", "--url", url)
+        assert run(monkeypatch, "drain", "a", "b", *options) == 0
+        assert run(monkeypatch, "undrain", "--node", "10.0.0.1", "--url", url) == 0
+    assert [(one["path"], one["body"]) for one in asked] == [
+        (
+            "/admin/drain",
+            {"replica_ids": ["a", "b"], "node": None, "timeout_s": 5.0, "replace": True, "force": False},
+        ),
+        ("/admin/undrain", {"replica_ids": [], "node": "10.0.0.1"}),
+    ]
+    for one, model in zip(asked, (DrainBody, UndrainBody), strict=True):
+        parse_body(model, json.dumps(one["body"]).encode())
+    with admin_server(200, asdict(DrainResult(["a", "b"], {"b": 3}))) as (url, _):
+        assert run(monkeypatch, "drain", "a", "b", "--url", url) == 1
+        assert run(monkeypatch, "drain", "a", "b", "--json", "--url", url) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "drained and being replaced: a, b",
+        "back in service: a, b",
+        "drained: a",
+        "b takes no new requests and still has 3",
+        '{"replicas": ["a", "b"], "requests_left": {"b": 3}, "is_replaced": false}',
+    ]
+    assert run(monkeypatch, "drain", "--url", url) == 1
+    assert "name replicas" in capsys.readouterr().err
 
 
 def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

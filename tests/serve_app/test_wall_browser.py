@@ -222,6 +222,14 @@ def test_an_admin_pauses_swaps_and_goes_back(browser: Browser, url: str, folders
         page.click("#sure .primary")
         page.locator("#stops .stop .title", has_text="rollback of").first.wait_for()
         assert page.locator("#committed .chip").inner_text() == f"v{int(version[1:]) + 1}"
+        name = page.locator(".lane .name").first.inner_text()
+        page.locator(".lane .drain").first.click()
+        page.click("#sure .primary")
+        wall.says("1 replica of 2 out of service.")
+        page.locator("#outcome", has_text=f"{name}: done.").wait_for()
+        page.locator(".lane .drain", has_text="Undrain").click()
+        page.click("#sure .primary")
+        wall.says("Both replicas")
         page.click("#lock")
         assert not page.locator("#controls").is_visible()
         assert ADMIN_KEY not in page.evaluate(
