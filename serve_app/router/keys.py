@@ -84,7 +84,7 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys.is_set:
-            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
+            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
             if path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
                 try:
                     caller = self._keys.find(Request(scope).headers.get("authorization", ""))

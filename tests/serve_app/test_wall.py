@@ -116,6 +116,16 @@ async def test_with_keys_the_page_loads_without_one_and_its_data_does_not() -> N
     assert answer.json()["model"] == "tiny"
 
 
+async def test_the_page_is_found_below_a_prefix_too() -> None:
+    transport = httpx.ASGITransport(make_app(keys=KEY), root_path="/fleet")
+    async with httpx.AsyncClient(transport=transport, base_url="http://wall", follow_redirects=True) as http:
+        for path in ("/fleet", "/fleet/"):
+            response = await http.get(path)
+            assert response.status_code == 200
+            assert str(response.url) == "http://wall/fleet/"
+        assert (await http.get("/fleet/wall/data")).status_code == 401
+
+
 async def test_without_keys_the_data_is_open_as_metrics_are() -> None:
     async with client_of(make_app()) as http:
         data = (await http.get("/wall/data")).json()
