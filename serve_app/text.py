@@ -12,11 +12,13 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from engine import InvalidRequest
+from engine import ContextLengthExceeded, InvalidRequest
 
 REPLACEMENT = "\ufffd"
 MAX_HELD_TOKENS = 32
 """Tokens that may wait for the rest of a character: four bytes make one, a few real U+FFFD may precede."""
+BEGINNING = 16
+"""Characters a token of what is read of an endless text at first: few texts have tokens so long."""
 OWN_TEMPLATE_VALUES = frozenset({"messages", "conversations", "self"})
 """Values that transformers gives every template itself, beside the arguments of `apply_chat_template`."""
 CONTEXT_TOKENS = 4
@@ -39,16 +41,35 @@ class Tokenizer:
         """Gives the tokenizer of a local folder or hub id; raises what transformers raises."""
         return cls(AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Gives the ids of a text; raises InvalidRequest for half a surrogate pair, which no tokenizer can encode."""
+    def encode(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """Gives the ids of a text; raises InvalidRequest for half a surrogate pair, which no tokenizer can encode.
+
+        max_tokens: where a text has many more than this, it raises ContextLengthExceeded after reading its beginning:
+        8 MB take ten seconds. Of those with a few more it gives the ids.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest(
                 f"the text holds half a surrogate pair at character {error.start}; send whole characters", "prompt"
             ) from None
+        if max_tokens is not None:
+            self._refuse_endless(text, max_tokens)
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
+
+    def _refuse_endless(self, text: str, max_tokens: int) -> None:
+        length = BEGINNING * max_tokens
+        while length < len(text):
+            # A cut may part a word and so change its tokens, but never make twice as many of all that stand before it.
+            beginning = self._tokenizer.encode(text[:length], add_special_tokens=False, verbose=False)
+            if len(beginning) > 2 * max_tokens:
+                raise ContextLengthExceeded(
+                    f"the prompt has {len(text)} characters, and its first {length} alone are {len(beginning)} tokens;"
+                    f" prompt and answer together may be {max_tokens} tokens at most",
+                    "prompt",
+                )
+            length *= 4
 
     @property
     def chat_template(self) -> str:
@@ -68,10 +89,11 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_values: Mapping[str, Any] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Gives the ids of a chat up to where the assistant answers, or goes on with the last message.
 
-        template_values: what the model's own template takes besides.
+        template_values: what the model's own template takes besides. max_tokens: as for `encode`.
         Raises InvalidRequest where the model has no chat template and with the message of a template that refuses.
         """
         if not self._tokenizer.chat_template:
@@ -90,7 +112,7 @@ class Tokenizer:
             # A template is a program of the model's: on input it does not expect it may fail in any of these ways.
             raise InvalidRequest(f"the chat template refuses these messages: {error}", "messages") from None
         # The template has written the special tokens itself.
-        return self.encode(str(text), add_special_tokens=False)
+        return self.encode(str(text), add_special_tokens=False, max_tokens=max_tokens)
 
     def _checked_values(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
         # They stand beside transformers' own arguments, which are not the client's to set.

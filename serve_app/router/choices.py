@@ -64,9 +64,9 @@ class Choices:
             total_s=time.perf_counter() - self._opened_at,
         )
 
-    def prompt_ids(self, index: int) -> list[int]:
-        """The prompt that a choice answers."""
-        return list(self.generations[index * len(self.generations) // len(self.answers)].prompt_ids)
+    def prompt_ids(self, index: int) -> Sequence[int]:
+        """The prompt that a choice answers; the generation's own, for reading."""
+        return self.generations[index * len(self.generations) // len(self.answers)].prompt_ids
 
     def resume_token(self) -> str:
         """Gives what it takes to go on with what has not ended, as of the pieces given so far."""

@@ -107,8 +107,9 @@ class Router:
         WeightVersionUnavailable, NoReplica, ReplicaLost, DeadlineExceeded, and GenerationFailed after the
         tokens that came before.
         """
+        most = (await self._service.fleet.limits()).max_model_len
         ask = Ask(
-            prompt_ids=await self._service.prompt_ids(prompt),
+            prompt_ids=await self._service.prompt_ids(prompt, max_tokens=most),
             sampling=sampling or SamplingParams(),
             hints=hints or WorkloadHints(),
             rules=TextRules((stop,) if isinstance(stop, str) else tuple(stop)),

@@ -94,7 +94,7 @@ class ChatFormat:
             system_fingerprint=_fingerprint(e, choices),
             choices=[self._choice(piece, choices) for piece in pieces],
             usage=_usage(choices),
-            prompt_token_ids=choices.prompt_ids(0) if e.returns_ids else None,
+            prompt_token_ids=list(choices.prompt_ids(0)) if e.returns_ids else None,
             prompt_logprobs=self._prompt_logprobs(choices),
             timings=_timings(e, choices),
         )
@@ -122,7 +122,7 @@ class ChatFormat:
             [choice],
             choices,
             usage=_usage(choices) if e.counts_always else None,
-            prompt_token_ids=choices.prompt_ids(0) if e.returns_ids and is_first else None,
+            prompt_token_ids=list(choices.prompt_ids(0)) if e.returns_ids and is_first else None,
             prompt_logprobs=self._prompt_logprobs(choices, piece.index) if is_first else None,
         )
 
@@ -227,12 +227,12 @@ class CompletionFormat:
             stop_reason=piece.stop_reason,
             weight_versions=_spans_of(piece, choices),
             token_ids=piece.token_ids if e.returns_ids else None,
-            prompt_token_ids=prompt_ids if e.returns_ids and is_first else None,
+            prompt_token_ids=list(prompt_ids) if e.returns_ids and is_first else None,
             prompt_logprobs=self._writer.prompt(prompt_ids, answer) if e.returns_prompt_logprobs and is_first else None,
         )
 
     def _logprobs(
-        self, piece: Piece, prompt_ids: list[int], answer: Answer, *, num_before: int, is_first: bool
+        self, piece: Piece, prompt_ids: Sequence[int], answer: Answer, *, num_before: int, is_first: bool
     ) -> CompletionLogprobs | None:
         e = self._envelope
         if not e.returns_logprobs:

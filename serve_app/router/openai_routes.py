@@ -56,7 +56,8 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         body = await _read(ChatRequest, request, settings)
         with _parameters_named(prompt="messages"):
             service.style.check(body)
-            prompt_ids = await service.chat_ids(body.messages, body, **body.template_options())
+            most = await service.max_tokens(body)
+            prompt_ids = await service.chat_ids(body.messages, body, max_tokens=most, **body.template_options())
             ask = await _ask(body, prompt_ids, service, caller_of(request))
             asks = [replace(ask, grammar=service.style.grammar(body))]
             parts = partial(service.style.parts, body, ask.prompt_ids)
@@ -67,7 +68,8 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
     async def completions(request: Request) -> Response:
         body = await _read(CompletionRequest, request, settings)
         with _parameters_named(prompt="prompt"):
-            prompts = [await service.prompt_ids(prompt) for prompt in body.prompt]
+            most = await service.max_tokens(body)
+            prompts = [await service.prompt_ids(prompt, max_tokens=most) for prompt in body.prompt]
             asks = [await _ask(body, prompt_ids, service, caller_of(request)) for prompt_ids in prompts]
             if body.resume is not None:
                 asks = _resumed(asks, body.resume)

@@ -5,13 +5,14 @@ import random
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.messages import GenerateRequest, Grammar
 from serve_app.protocol.parsing import shorten, validate
-from serve_app.protocol.requests import ChatRequest, Conversation, Message
+from serve_app.protocol.requests import ChatRequest, Conversation, GenerationRequest, Message
 from serve_app.resume_point import ResumePoint, ResumeTrail
 from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, TextRules
@@ -165,23 +166,29 @@ class GenerationService:
         """Waits for a place and the first token; raises whatever refuses the request."""
         await generation.prime(self.admission, probe=self.fleet.probe)
 
-    async def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Gives the ids of a prompt in any of its forms; raises InvalidRequest for what is none of them."""
+    async def max_tokens(self, body: GenerationRequest) -> int | None:
+        """Gives how many tokens the prompt of a request may have at most; None where it is cut to what fits."""
+        return None if body.truncate_prompt_tokens is not None else (await self.fleet.limits()).max_model_len
+
+    async def prompt_ids(self, prompt: Prompt, *, max_tokens: int | None = None) -> list[int]:
+        """Gives the ids of a prompt in any of its forms; raises InvalidRequest for what is none of them.
+
+        max_tokens: ContextLengthExceeded is raised early where a text has many more.
+        """
         if isinstance(prompt, str):
-            return await self.text_ids(prompt)
+            return await self.text_ids(prompt, max_tokens=max_tokens)
         if not isinstance(prompt, Sequence):
             raise InvalidRequest(f"the prompt is {shorten(prompt)}; it must be text, token ids or messages", "prompt")
         # What came over a handle may be anything, whatever its type says; integers may be those of numpy.
         items: list[Any] = list(prompt)
         if all(isinstance(item, Integral) for item in items):
             return [int(item) for item in items]
-        return await self.chat_ids(validate(Conversation, {"messages": items}).messages)
+        return await self.chat_ids(validate(Conversation, {"messages": items}).messages, max_tokens=max_tokens)
 
-    async def text_ids(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    async def text_ids(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Gives the ids of a text, with the special tokens the model begins with."""
-        if len(text) <= INLINE_CHARACTERS:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
+        return encode() if len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
 
     async def chat_ids(self, messages: Sequence[Message], body: ChatRequest | None = None, **options: Any) -> list[int]:
         """Gives the ids of a chat up to where the assistant answers.

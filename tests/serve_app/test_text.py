@@ -1,9 +1,10 @@
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from engine import InvalidRequest
+from engine import ContextLengthExceeded, InvalidRequest
 from serve_app.text import Detokeniser, StopMatcher, Tokenizer
 from tests.serve_app.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -146,3 +147,35 @@ def test_half_a_surrogate_pair_is_refused(byte_level: Tokenizer) -> None:
 
 def test_a_single_token_shows_its_text(byte_level: Tokenizer) -> None:
     assert [byte_level.token_text(i) for i in byte_level.encode("ab<|end|>")][-1] == "<|end|>"
+
+
+@pytest.mark.parametrize("text", ["the " * 40_000, "日本" * 50_000, "a" * 100_000])
+def test_of_an_endless_text_only_the_beginning_is_read(
+    byte_level: Tokenizer, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens = len(byte_level.encode(text))
+    read: list[int] = []
+    encode = byte_level._tokenizer.encode
+
+    def counted(part: str, **options: Any) -> Any:
+        read.append(len(part))
+        return encode(part, **options)
+
+    monkeypatch.setattr(byte_level._tokenizer, "encode", counted)
+    with pytest.raises(ContextLengthExceeded, match=rf"has {len(text)} characters.* 100 tokens at most") as caught:
+        byte_level.encode(text, max_tokens=100)
+    assert caught.value.param == "prompt"
+    assert num_tokens > 200
+    assert sum(read) < len(text) / 5
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10, 100])
+def test_a_text_that_may_fit_is_read_whole(byte_level: Tokenizer, max_tokens: int) -> None:
+    rng = random.Random(max_tokens)
+    for _ in range(40):
+        text = "".join(rng.choices(ALPHABET, k=rng.randint(0, 30 * max_tokens)))
+        ids = byte_level.encode(text)
+        try:
+            assert byte_level.encode(text, max_tokens=max_tokens) == ids
+        except ContextLengthExceeded:
+            assert len(ids) > max_tokens
