@@ -15,7 +15,6 @@ from serve_app.cli.admin import (
     print_drained,
     print_ended,
     print_lease,
-    print_status,
     print_swap,
     print_undrained,
 )
@@ -26,6 +25,7 @@ from serve_app.cli.key_file import find_admin_key
 from serve_app.cli.launch import launch
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides
+from serve_app.cli.status import print_status
 from serve_app.model_store import ModelStoreError, default_cache_dir, fetch_default_model
 
 app = typer.Typer(

@@ -129,46 +129,6 @@ def print_undrained(result: dict[str, Any], *, as_json: bool) -> None:
     typer.echo(json.dumps(result) if as_json else f"back in service: {', '.join(result['replicas'])}")
 
 
-def print_status(fleet: dict[str, Any], *, as_json: bool) -> None:
-    """The committed version, then a line a replica; or the whole answer as JSON."""
-    if as_json:
-        typer.echo(json.dumps(fleet))
-        return
-    committed, *earlier = fleet["history"]
-    typer.echo(f"committed: {_line(committed)}")
-    if fleet["swap_in_progress"]:
-        typer.echo(f"swap in progress: {fleet['swap_in_progress']}, phase {fleet['phase']}")
-    for pause in fleet["pauses"]:
-        typer.echo(f"paused: lease {pause['lease_id']}, {pause['remaining_s']:.0f} s left, by {pause['requested_by']}")
-    if fleet["problem"]:
-        typer.echo(f"problem: {fleet['problem']}")
-    for replica in fleet["replicas"]:
-        ranks = f", {replica['num_ranks']} ranks" if replica.get("num_ranks", 1) > 1 else ""
-        error = f", {replica['error']}" if replica["error"] else ""
-        typer.echo(
-            f"{replica['replica_id']}: version {replica['version']}, {replica['state']}, "
-            f"{replica['num_running']} running, {replica['num_waiting']} waiting{ranks}{error}"
-        )
-    for failure in fleet["failures"]:
-        parts = [failure["at"], failure["label"], failure["requested_by"], failure["error"]]
-        typer.echo(f"not committed: {', '.join(part for part in parts if part)}")
-    for version in earlier:
-        typer.echo(f"earlier: {_line(version)}")
-
-
-def _line(version: dict[str, Any]) -> str:
-    """One version of the history: from where, and if known its label, when, and who."""
-    source = _source(version["source"]) if version["source"] else "the model it was started with"
-    parts = [f"version {version['version']}", source, version["label"], version["committed_at"]]
-    return ", ".join(part for part in [*parts, version["requested_by"]] if part)
-
-
-def _source(source: dict[str, Any]) -> str:
-    if source.get("hub"):
-        return f"hub {source['hub']}" + (f" at {source['revision']}" if source["revision"] else "")
-    return str(source["path"] or " under ".join(source["layers"]))
-
-
 def is_this_machine(url: str) -> bool:
     """Whether what the environment says of proxies is not meant for this address."""
     host = httpx.URL(url).host

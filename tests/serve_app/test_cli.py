@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from serve_app.cli import main
-from serve_app.cli.admin import print_status
 from serve_app.cli.key_file import ensure_key_file, find_admin_key
 from serve_app.cli.launch import announce
 from serve_app.cli.serve_config import Overrides, read_config
 from serve_app.cli.startup import failure_in
+from serve_app.cli.status import print_status
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
@@ -29,6 +29,7 @@ from serve_app.messages import (
     RollbackRequest,
     SwapFailure,
     SwapRequest,
+    SwapResult,
     WeightSource,
 )
 from serve_app.protocol.drains import DrainBody, UndrainBody
@@ -380,10 +381,14 @@ def test_drain_names_who_is_out_of_service_and_fails_where_requests_are_left(
 
 
 def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    result = SwapResult(2, 1, ["a"], staged_s=0.5, paused_s=0.04, total_s=0.6)
     status = FleetStatus(
         CommittedWeights(2),
         [ReplicaReport("a", 1, "lagging", error="there is no folder /w")],
-        history=[CommittedVersion(2, WeightSource("/w"), label="step 5", requested_by="me"), CommittedVersion(1)],
+        history=[
+            CommittedVersion(2, WeightSource("/w"), label="[b]step 5[/b]", requested_by="me", result=result),
+            CommittedVersion(1),
+        ],
         problem="replica b cannot start",
         swap_in_progress="s",
         phase="park",
@@ -392,13 +397,18 @@ def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixtur
     )
     print_status(asdict(status), as_json=False)
     assert capsys.readouterr().out.splitlines() == [
-        "committed: version 2, /w, step 5, me",
+        "committed: version 2",
         "swap in progress: s, phase park",
         "paused: lease l1, 30 s left, by me",
         "problem: replica b cannot start",
-        "a: version 1, lagging, 0 running, 0 waiting, there is no folder /w",
         "not committed: today, step 6, there is no folder /x",
-        "earlier: version 1, the model it was started with",
+        "",
+        "replica  version  state    running  waiting  KV cache  ranks  error",
+        "a              1  lagging        0        0       0 %  1      there is no folder /w",
+        "",
+        "version  from                           label          committed  by  pause  in all",
+        "      2  /w                             [b]step 5[/b]             me  40 ms   0.6 s",
+        "      1  the model it was started with",
     ]
 
 

@@ -12,7 +12,6 @@ import httpx
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from serve_app.cli.admin import DEFAULT_URL, is_this_machine
 from serve_app.cli.bench.figures import Figures, figures_of
@@ -20,6 +19,7 @@ from serve_app.cli.bench.load import Level, Target, run_level
 from serve_app.cli.bench.plot import check_format, write_plot
 from serve_app.cli.bench.prompts import read_prompts, synthetic_prompts
 from serve_app.cli.failure import CommandFailed
+from serve_app.cli.tables import plain_table, print_table
 
 MODELS_TIMEOUT_S = 10.0
 NUM_WARM_UP = 2
@@ -141,7 +141,7 @@ def _first_model(url: str, headers: dict[str, str]) -> str:
 
 
 def _print(found: Sequence[Figures], *, title: str) -> None:
-    table = Table(title=title, caption="latencies in ms: p50 / p95 / p99", title_justify="left", caption_justify="left")
+    table = plain_table()
     for name in (
         "requests",
         "answered",
@@ -162,8 +162,8 @@ def _print(found: Sequence[Figures], *, title: str) -> None:
             f"{one.requests_per_s:.2f}",
             *(_latency(latency) for latency in (one.first_token_s, one.token_s, one.total_s)),
         )
-    # To a file or a pipe the whole table goes, however wide.
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    typer.echo(f"{title}; latencies in ms: p50 / p95 / p99")
+    print_table(table)
     for one in found:
         for message, number in one.errors.items():
             typer.echo(f"{one.level}: {number} failed: {message}")

@@ -1,7 +1,6 @@
 """`pitstop doctor`: what is wrong with this machine or a config, why it matters, and what to do."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -9,13 +8,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from serve_app.cli.doctor.finding import Finding, Findings, Level, error
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides
+from serve_app.cli.tables import plain_table, print_table
 from serve_app.model_store import default_cache_dir
 
 MARKS = {Level.GOOD: ("ok", "green"), Level.WARNING: ("warning", "yellow"), Level.ERROR: ("error", "bold red")}
@@ -79,7 +77,8 @@ def _carried_out(check: Callable[[], Findings]) -> list[Finding]:
 
 
 def _print(found: list[Finding]) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table = plain_table()
+    table.show_header = False
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -91,6 +90,6 @@ def _print(found: list[Finding]) -> None:
         if finding.remedy:
             text.append("\n-> ", style="dim").append(finding.remedy)
         table.add_row(Text(mark, style=style), finding.subject, text)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    print_table(table)
     counts = {level: sum(finding.level == level for finding in found) for level in Level}
     typer.echo(f"{counts[Level.ERROR]} error(s), {counts[Level.WARNING]} warning(s)")
