@@ -97,25 +97,32 @@ class FleetTable:
         total: Floats = running + waiting
         return total
 
-    def replicas(self, unseen: Unseen, others: Floats, *, mean_work: tuple[float, float], now: float) -> Replicas:
+    def replicas(
+        self, unseen: Unseen, others: Floats | None = None, *, mean_work: tuple[float, float] = (0.0, 0.0), now: float
+    ) -> Replicas:
         """Gives what is known now: the reports, and what was sent since.
 
         unseen: by the caller. others: requests of which it only knows that others must have sent them; they are taken
-        to be of mean_work, prompt and answer tokens.
+        to be of mean_work, prompt and answer tokens. The arrays are good until the next report.
         """
         columns = dict(zip(COLUMNS, self._filled(), strict=True))
-        used = unseen.prefill_tokens + unseen.decode_tokens + others * sum(mean_work)
-        columns["free_tokens"] = np.maximum(columns["free_tokens"] - used, 0.0)
-        num_new = unseen.num_requests + others
-        num_begun = np.minimum(num_new, np.maximum(columns["max_running"] - columns["num_running"], 0.0))
-        columns["num_running"] = columns["num_running"] + num_begun
-        columns["num_waiting"] = columns["num_waiting"] + num_new - num_begun
+        age_s = np.clip(now - self.reported_at, 0.0, MAX_AGE_S)
+        sent_age_s = np.clip(now - unseen.since, 0.0, MAX_AGE_S)
+        prefill, decode, num_new = unseen.prefill_tokens, unseen.decode_tokens, unseen.num_requests
+        if others is not None:
+            prefill, decode = prefill + others * mean_work[0], decode + others * mean_work[1]
+            num_new = num_new + others
+            # Of these only the count is known; they came in between, so half of the age.
+            sent_age_s = np.where(others > 0, np.maximum(sent_age_s, age_s / 2), sent_age_s)
+        columns["free_tokens"] = np.maximum(columns["free_tokens"] - prefill - decode, 0.0)
+        there = columns["num_running"] + num_new
+        columns["num_running"] = np.minimum(there, np.maximum(columns["max_running"], columns["num_running"]))
+        columns["num_waiting"] = columns["num_waiting"] + there - columns["num_running"]
         return Replicas(
-            sent_prefill_tokens=unseen.prefill_tokens + others * mean_work[0],
-            sent_decode_tokens=unseen.decode_tokens + others * mean_work[1],
-            age_s=np.clip(now - self.reported_at, 0.0, MAX_AGE_S),
-            # Of what others have sent only the count is known; it came in between, so half of the age.
-            sent_age_s=np.clip(now - np.where(others > 0, (now + self.reported_at) / 2, unseen.since), 0.0, MAX_AGE_S),
+            sent_prefill_tokens=prefill,
+            sent_decode_tokens=decode,
+            age_s=age_s,
+            sent_age_s=sent_age_s,
             is_open=self._is_open,
             **columns,
         )

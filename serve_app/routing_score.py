@@ -117,15 +117,18 @@ MIN_CHUNK = 32.0
 """A step full of generating requests still takes so many prompt tokens, as the engine's scheduler has it."""
 
 
-def _place_s(r: Replicas, work: Work, left_s: Floats) -> Floats:
+def _place_s(r: Replicas, work: Work, left_s: Floats) -> Floats | float:
     """Gives the seconds until there is a place in the batch and room in the cache.
 
     left_s: seconds of generation left of all requests there, shared by those that run: about the time in which all of
     the present ones end.
     """
     num_there = r.num_running + r.num_waiting
-    places = np.minimum(work.num_sequences, r.max_running)
-    lacking = np.maximum(num_there + places - r.max_running, 0.0) / np.maximum(num_there, 1.0)
-    wanted = work.prefill_tokens + work.decode_tokens
-    lacking_room = np.maximum(wanted - r.free_tokens, 0.0) / np.maximum(r.total_tokens, 1.0)
-    return np.where(num_there > 0, np.maximum(lacking, lacking_room), 0.0) * left_s
+    lacking = num_there + work.num_sequences - r.max_running
+    lacking_room = float(work.prefill_tokens + work.decode_tokens) - r.free_tokens
+    if max(lacking.max(initial=0.0), lacking_room.max(initial=0.0)) <= 0.0:
+        return 0.0
+    # No request waits for more places than there are.
+    share = np.minimum(lacking, num_there) / np.maximum(num_there, 1.0)
+    room_share = lacking_room / np.maximum(r.total_tokens, 1.0)
+    return np.maximum(np.maximum(share, room_share), 0.0) * (num_there > 0) * left_s

@@ -44,13 +44,16 @@ class Counts:
             self._counted_at = np.append(self._counted_at, np.full(more, -np.inf))
         self._counts[row], self._counted_at[row] = num_requests, now
 
-    def beyond(self, num_known: Floats, reported_at: Floats) -> Floats:
-        """Gives by how many a count later than the report is above what is known of: requests that others sent."""
-        others = np.zeros(len(num_known))
-        size = min(len(others), len(self._counts))
-        is_later = self._counted_at[:size] > reported_at[:size]
-        others[:size] = np.where(is_later, np.maximum(self._counts[:size] - num_known[:size], 0.0), 0.0)
-        return others
+    def beyond(self, num_known: Floats, reported_at: Floats) -> Floats | None:
+        """Gives by how many a count later than the report is above what is known of: requests that others sent.
+
+        None where there are none at all.
+        """
+        size = len(num_known)
+        if size > len(self._counts):
+            self.note(size - 1, 0, now=-np.inf)
+        more = (self._counts[:size] - num_known) * (self._counted_at[:size] > reported_at)
+        return np.maximum(more, 0.0) if more.max(initial=0.0) > 0 else None
 
 
 class SentWork:

@@ -197,7 +197,7 @@ class Oracle(Router):
             self._table.report(str(number), {**stats, "is_fenced": number in self.down})
         self.changed.clear()
         unseen = SentWork().unseen(self._table.reported_at, now=now, horizon_s=1.0)
-        replicas = self._table.replicas(unseen, np.zeros(len(self._table)), mean_work=(0.0, 0.0), now=now)
+        replicas = self._table.replicas(unseen, now=now)
         names = turn.names[: (turn.prompt_tokens - 1) // PAGE_SIZE]
         tokens = {"page_size": PAGE_SIZE, "step_tokens": replicas.step_tokens}
         hits = hit_tokens(names, self._names, self._nothing, **tokens)
