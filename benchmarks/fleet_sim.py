@@ -12,6 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,13 @@ import numpy as np
 from benchmarks import report
 from benchmarks.fleet import plots
 from benchmarks.fleet.routers import ROUTERS
+from benchmarks.fleet.scaled import simulate_scaled
 from benchmarks.fleet.simulation import Case, Outcome, simulate
 from benchmarks.fleet.traffic import Scale, load, scales
+from serve_app.scaling import ScalingTargets
 
 WORKLOADS = ("chat", "agents", "rollouts", "bursts")
-PARTS = ("grid", "delays", "routers", "sizes", "crash")
+PARTS = ("grid", "delays", "routers", "sizes", "crash", "rates", "scaling")
 BASELINE = "power of two"
 COMPARED = ("ours", "power of two", "cache-aware", "round robin", "oracle")
 TURNS = {"chat": 120, "agents": 60, "rollouts": 500, "bursts": 120}
@@ -31,6 +34,9 @@ TURNS = {"chat": 120, "agents": 60, "rollouts": 500, "bursts": 120}
 USUAL = Case("chat", "ours", 0.85)
 SIZES = (8, 64, 512)
 NUM_ROUTERS = (1, 4, 16, 64)
+RATES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
+ATTAINED = (0.99, 0.95)
+"""Shares of requests within their limits; the highest rate with them is what others call goodput (DistServe, 2024)."""
 DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -41,16 +47,19 @@ def main() -> None:
     print(report.machine())
     print(f"Command: python -m benchmarks.fleet_sim {' '.join(sys.argv[1:])}".rstrip())
     print(f"Replica: {scale}")
-    outcomes: list[Outcome] = []
     for part in arguments.parts:
+        if part == "scaling":
+            _scale_up_and_down(arguments, scale)
+            continue
         cases = _cases(part, arguments)
         print(f"\n## {part}\n\n{_HEADING}", flush=True)
-        done = []
+        done: list[Outcome] = []
         for case in cases:
             outcome = simulate(case, scale)
             done.append(outcome)
             print(_line(outcome, _of(done, case, BASELINE), _of(done, case, "oracle")), flush=True)
-        outcomes += done
+        if part == "rates":
+            print(_sustained(done))
         if arguments.plots is not None:
             plots.draw(part, done, arguments.plots, arguments.replica)
 
@@ -106,6 +115,14 @@ def _cases(part: str, arguments: argparse.Namespace) -> list[Case]:
     if part == "sizes":
         sizes = [replace(usual, num_replicas=size) for size in SIZES]
         return [replace(case, policy=policy) for case in sizes for policy in policies if policy != "round robin"]
+    if part == "rates":
+        rated = replace(usual, num_replicas=16, num_routers=4, turns_per_replica=arguments.turns or TURNS["rollouts"])
+        return [
+            replace(rated, workload="rollouts", utilisation=utilisation, policy=policy)
+            for utilisation in RATES
+            for policy in policies
+            if policy in (BASELINE, "ours", "oracle")
+        ]
     crashed = replace(usual, workload="bursts", crash_at=0.6)
     return [
         replace(case, policy=policy)
@@ -113,6 +130,41 @@ def _cases(part: str, arguments: argparse.Namespace) -> list[Case]:
         for policy in policies
         if policy in ("ours", BASELINE)
     ]
+
+
+def _sustained(outcomes: Sequence[Outcome]) -> str:
+    """Gives the utilisation up to which nearly all requests stay within their limits, between those that were run."""
+    lines = ["\n| router | " + " | ".join(f"{share:.0%} in time up to" for share in ATTAINED) + " |\n|---|---|---|"]
+    for policy in dict.fromkeys(outcome.case.policy for outcome in outcomes):
+        rates = [outcome.case.utilisation for outcome in outcomes if outcome.case.policy == policy]
+        good = [float(outcome.is_good.mean()) for outcome in outcomes if outcome.case.policy == policy]
+        # The share falls as the rate grows; np.interp wants what is looked up ascending.
+        falling = np.minimum.accumulate(good)
+        up_to = [float(np.interp(share, falling[::-1], rates[::-1])) for share in ATTAINED]
+        lines.append(f"| {policy} | " + " | ".join(f"{rate:.2f}" for rate in up_to) + " |")
+    return "\n".join(lines)
+
+
+def _scale_up_and_down(arguments: argparse.Namespace, scale: Scale) -> None:
+    """Runs the load steps with autoscaling, prints what the fleet did."""
+    case = Case("steps", "ours", 0.33, num_replicas=16, num_routers=2, turns_per_replica=arguments.turns or 650)
+    targets = ScalingTargets(minimum=1, maximum=16)
+    outcome, run = simulate_scaled(case, scale, targets)
+    print(
+        f"\n## scaling\n\n{targets}\n\n| second | replicas wanted | ready | requests | reason |\n|---|---|---|---|---|"
+    )
+    for before, moment in pairwise(run.moments):
+        if moment.wanted != before.wanted:
+            change = f"{before.wanted} to {moment.wanted}"
+            print(f"| {moment.now:.0f} | {change} | {moment.ready} | {moment.num_requests} | {moment.reason} |")
+    ready = np.mean([moment.ready for moment in run.moments])
+    print(
+        f"\nfirst token p50 {outcome.quantile(0.5):.2f} s, p99 {outcome.quantile(0.99):.2f} s,"
+        f" {outcome.is_good.mean():.1%} in time, {ready:.1f} replicas ready in the mean of 16,"
+        f" {run.num_turns()} changes of direction"
+    )
+    if arguments.plots is not None:
+        plots.draw_scaling(run.moments, arguments.plots)
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -6,7 +6,7 @@ from math import ceil, exp, inf, isfinite
 
 LEAST_ROOM = 0.7
 """A smaller fleet has to have this much room left, else the next request would bring the replica back."""
-TREND_SMOOTHING_S = 10.0
+TREND_SMOOTHING_S = 20.0
 """Over which arrivals are averaged; their trend is that average beside one three times as slow."""
 
 
@@ -205,7 +205,9 @@ def _wants(load: FleetLoad, targets: ScalingTargets, state: ScalingState) -> lis
     ]
     wants = [(min(size, num_requests), reason, why) for size, reason, why in by_load]
     used = load.kv_usage * load.num_replicas
-    ahead = max(0.0, state.rate + max(0.0, state.rate - state.slow_rate) / TREND_SMOOTHING_S * targets.start_s)
+    # Of steady growth the quick average is one smoothing time behind and the slow one three.
+    growth = max(0.0, state.rate - state.slow_rate) / (2 * TREND_SMOOTHING_S)
+    ahead = state.rate + growth * (TREND_SMOOTHING_S + targets.start_s)
     # No trend goes on for ever: at most twice what comes in now.
     ahead = min(ahead, 2.0 * state.rate)
     wants += [

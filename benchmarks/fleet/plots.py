@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.fleet.scaled import Moment
 from benchmarks.fleet.simulation import Case, Outcome
 
 COLOURS = {
@@ -35,6 +36,27 @@ def draw(part: str, outcomes: Sequence[Outcome], folder: Path, replica: str) -> 
     if figure is not None:
         figure.savefig(folder / f"fleet_{part}_{replica}.png", dpi=110)
         pyplot.close(figure)
+
+
+def draw_scaling(moments: Sequence[Moment], folder: Path) -> None:
+    """Writes the plot of a fleet that grows and shrinks."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure, axis = pyplot.subplots(figsize=(6.4, 3.2), layout="constrained")
+    seconds = [moment.now for moment in moments]
+    axis.step(seconds, [moment.wanted for moment in moments], color="#d62728", label="replicas wanted")
+    axis.step(seconds, [moment.ready for moment in moments], color="#1f77b4", lw=1, label="replicas ready")
+    axis.set(xlabel="seconds", ylabel="replicas")
+    requests = axis.twinx()
+    requests.plot(seconds, [moment.num_requests for moment in moments], color="#7f7f7f", lw=0.5, label="requests")
+    requests.set(ylabel="requests there")
+    axis.legend(fontsize=7)
+    figure.savefig(folder / "fleet_scaling.png", dpi=110)
+    pyplot.close(figure)
 
 
 def _grid(pyplot: Any, outcomes: Sequence[Outcome]) -> Any:

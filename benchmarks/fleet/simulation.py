@@ -66,14 +66,16 @@ class Outcome:
 def simulate(case: Case, scale: Scale) -> Outcome:
     """Runs a case to the end of its last request."""
     started = time.perf_counter()
-    run = _Run(case, scale)
+    run = Run(case, scale)
     run.go()
     outcome = run.outcome()
     outcome.wall_s = time.perf_counter() - started
     return outcome
 
 
-class _Run:
+class Run:
+    """A run in progress; `go` once, then `outcome`."""
+
     def __init__(self, case: Case, scale: Scale) -> None:
         self.case = case
         self.scale = scale

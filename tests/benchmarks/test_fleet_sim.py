@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks.fleet.replica import Replica
 from benchmarks.fleet.routers import ROUTERS
+from benchmarks.fleet.scaled import simulate_scaled
 from benchmarks.fleet.simulation import Case, simulate
 from benchmarks.fleet.traffic import PAGE_SIZE, Scale, Turn, draw, load, scales
+from serve_app.scaling import ScalingTargets
 
 CPU = scales()["cpu"]
 SMALL = Case("chat", "ours", 0.7, num_replicas=4, num_routers=2, turns_per_replica=20)
@@ -134,3 +136,17 @@ def test_our_router_finds_prefixes_that_others_miss_and_is_sooner() -> None:
     ours, two = (simulate(replace(case, policy=policy), CPU) for policy in ("ours", "power of two"))
     assert ours.hit_share > 1.5 * two.hit_share
     assert np.quantile(ours.first_token_s, 0.9) < 0.6 * np.quantile(two.first_token_s, 0.9)
+
+
+def test_a_fleet_follows_a_step_of_load_and_goes_back_without_turning_twice() -> None:
+    case = Case("steps", "ours", 0.33, num_replicas=6, num_routers=1, turns_per_replica=320)
+    targets = ScalingTargets(minimum=1, maximum=6, start_s=10.0)
+    outcome, run = simulate_scaled(case, CPU, targets)
+    assert (outcome.first_token_s > 0).all()
+    step = [moment.wanted for moment in run.moments if 100 < moment.now < 400]
+    calm = [moment.wanted for moment in run.moments if 900 < moment.now < 1200]
+    assert min(step) >= 5
+    assert max(calm) <= 3
+    # Up at the first step, down after it, and at most up again at the next.
+    assert run.num_turns() <= 2
+    assert all(moment.ready <= 6 for moment in run.moments)

@@ -117,8 +117,8 @@ def test_it_never_goes_to_zero_where_one_is_the_least() -> None:
 
 def test_growing_arrivals_are_followed_ahead_of_the_queue() -> None:
     walk, arrived = Walk(), 0.0
-    for second in range(60):
-        arrived += 0.05 * second
+    for second in range(120):
+        arrived += 0.025 * second
         walk.go(load(walk.current, num_requests=5, arrived_s=arrived))
     assert walk.current > 3.0 / TARGETS.utilisation
     assert walk.latest is not None
