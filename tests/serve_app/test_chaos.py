@@ -36,7 +36,7 @@ NUM_FAULTS = 5
 """Of each kind, twice over."""
 NUM_TWINS = 48
 CLIENT_DEADLINE_S = 120.0
-READY_DEADLINE_S = 180.0
+READY_DEADLINE_S = 240.0
 """For a replica to be missed, ended and replaced on a busy machine."""
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 STOPPED_S = 6.0
