@@ -44,8 +44,9 @@ class ReplicaSettings(Section):
         replicas, at least one.
     max_ongoing_requests: requests that Serve hands to one replica. Far above what an engine holds, because Serve's own
         queue polls with back-off while the engine's does not; it also has to leave room for control calls.
-    graceful_shutdown_timeout_s: seconds a leaving replica has to finish its streams before they are cut; as long as a
-        request may take (`limits.request_timeout_s`), so that scaling down ends no stream.
+    graceful_shutdown_timeout_s: seconds a leaving replica has to finish its streams before they are cut. They go on at
+        other replicas at once; where there is none they need as long as a request may take
+        (`limits.request_timeout_s`).
     health_check_period_s, health_check_timeout_s: seconds; three failures in a row replace a replica.
     """
 
