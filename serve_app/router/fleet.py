@@ -23,7 +23,7 @@ from serve_app.messages import (
     SwapRequest,
     SwapResult,
 )
-from serve_app.protocol.errors import SwapUnfinished
+from serve_app.protocol.errors import NoReplica, SwapUnfinished
 from serve_app.request_routing import RequestRouting
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.version_watch import FleetVersions, VersionWatch
@@ -101,6 +101,13 @@ class Fleet:
         """Gives the weight versions that are served; those who ask together share one question."""
         return await self._version_watch.look()
 
+    async def probe_patiently(self) -> int:
+        """As `probe`, but asks a second time: a replica that stands still is avoided by then."""
+        try:
+            return await self.probe()
+        except NoReplica:
+            return await self.probe()
+
     async def probe(self) -> int:
         """Gives the weight version of some engine replica; raises NoReplica when none answers."""
         info = await call(self._engine.model_info.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="an engine replica")
@@ -111,7 +118,7 @@ class Fleet:
     async def limits(self) -> ModelLimits:
         """Gives the limits of the model, asking a replica the first time."""
         if self._limits is None:
-            await self.probe()
+            await self.probe_patiently()
         assert self._limits is not None
         return self._limits
 

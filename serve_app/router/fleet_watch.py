@@ -24,6 +24,12 @@ STATUS_INTERVAL_S = 0.5
 """Between two questions to the controller, while streams are open; replicas report once a second."""
 
 
+DEATH_NOTICE_S = 3.0
+"""A replica that is no candidate any more may be dead instead, and then its streams end within this time by themselves:
+so that they know it for a death. One that gives tokens after ALIVE_AFTER_S is alive, and hands its streams over."""
+ALIVE_AFTER_S = 0.3
+
+
 class Followed(Protocol):
     """An open stream."""
 
@@ -56,6 +62,7 @@ class FleetWatch:
         """When the latest one of each replica came, as far as the controller has told."""
         self._known: set[str] = set()
         """Every replica that was a candidate; one that never was has not left."""
+        self._left_at: dict[str, float] = {}
 
     def follow(self, stream: Followed) -> None:
         self._streams.add(stream)
@@ -97,7 +104,10 @@ class FleetWatch:
                 stream.interrupt(ReplicaSilent(f"replica {place} has fallen silent"))
             # With nobody else there it may as well stay: the replica finishes what it has.
             elif candidates and place in self._known and place not in candidates:
-                stream.interrupt(ReplicaDraining(f"replica {place} is going away"))
+                left_at = self._left_at.setdefault(place, now)
+                if stream.heard_at > left_at + ALIVE_AFTER_S or now > left_at + DEATH_NOTICE_S:
+                    stream.interrupt(ReplicaDraining(f"replica {place} is going away"))
+        self._left_at = {name: at for name, at in self._left_at.items() if name in self._known - candidates}
         self._known &= candidates | {stream.place for stream in self._streams if stream.place is not None}
 
     async def _ask(self) -> None:

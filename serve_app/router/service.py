@@ -164,7 +164,7 @@ class GenerationService:
 
     async def prime(self, generation: Generation) -> None:
         """Waits for a place and the first token; raises whatever refuses the request."""
-        await generation.prime(self.admission, probe=self.fleet.probe)
+        await generation.prime(self.admission, probe=self.fleet.probe_patiently)
 
     async def max_tokens(self, body: GenerationRequest) -> int | None:
         """Gives how many tokens the prompt of a request may have at most; None where it is cut to what fits."""

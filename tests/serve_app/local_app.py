@@ -60,7 +60,7 @@ class LocalFleet:
         version = self.manager.weight_version
         return FleetVersions(version, frozenset({version}))
 
-    async def probe(self) -> int:
+    async def probe_patiently(self) -> int:
         return self.manager.weight_version
 
     async def reason_unhealthy(self) -> str | None:

@@ -40,7 +40,7 @@ class ScriptedFleet:
     async def limits(self) -> ModelLimits:
         return ModelLimits(max_model_len=4096, vocab_size=300)
 
-    async def probe(self) -> None:
+    async def probe_patiently(self) -> None:
         pass
 
     async def status(self) -> FleetStatus:

@@ -11,7 +11,7 @@ from engine import PitstopError
 from serve_app import routing_signals
 from serve_app.messages import CommittedWeights, FleetStatus, ReplicaReport
 from serve_app.protocol.errors import NoReplica, ReplicaDraining, ReplicaSilent
-from serve_app.router.fleet_watch import FleetWatch
+from serve_app.router.fleet_watch import DEATH_NOTICE_S, FleetWatch
 
 SILENT_AFTER_S = 3.0
 
@@ -55,7 +55,7 @@ def loop() -> Iterator[VirtualLoop]:
     routing_signals.avoid(())
 
 
-def test_streams_of_a_replica_that_leaves_are_handed_over_at_once(loop: VirtualLoop) -> None:
+def test_streams_of_a_replica_that_leaves_alive_are_handed_over_at_once(loop: VirtualLoop) -> None:
     async def run() -> None:
         watch = FleetWatch(Controller().status, silent_after_s=SILENT_AFTER_S)
         streams = {name: Stream(name) for name in ["a", "b", "never seen", None]}
@@ -64,6 +64,9 @@ def test_streams_of_a_replica_that_leaves_are_handed_over_at_once(loop: VirtualL
         await asyncio.sleep(1)
         assert not any(stream.errors for stream in streams.values())
         routing_signals.set_candidates(frozenset("bc"))
+        await asyncio.sleep(0.35)
+        assert not streams["a"].errors, "it may be dead, of which its stream is told"
+        streams["a"].heard_at = loop.time()
         await asyncio.sleep(0.15)
         assert {type(error) for error in streams["a"].errors} == {ReplicaDraining}
         assert not any(stream.errors for name, stream in streams.items() if name != "a")
@@ -83,7 +86,9 @@ def test_with_nobody_else_there_they_stay(loop: VirtualLoop) -> None:
         await asyncio.sleep(10)
         assert not stream.errors
         routing_signals.set_candidates(frozenset("d"))
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(DEATH_NOTICE_S - 0.3)
+        assert not stream.errors
+        await asyncio.sleep(0.5)
         assert stream.errors
         watch.unfollow(stream)
 
