@@ -175,6 +175,23 @@ def test_what_a_model_writes_is_text(browser: Browser, url: str) -> None:
         assert wall.page.title() == "Pitstop"
 
 
+def test_decisions_of_scaling_are_shown_with_their_reasons_as_text(browser: Browser, url: str) -> None:
+    def answer(route: Route) -> None:
+        data = route.fetch().json()
+        decisions = [{"at": data["at"] - 90, "before": 1, "after": 2, "reason": f"first tokens take 3 s {MARKUP}"}]
+        route.fulfill(json=data | {"scaling": decisions})
+
+    with watching(browser, url) as wall:
+        wall.says("Both replicas")
+        wall.page.route("**/wall/data", answer)
+        decision = wall.page.locator("#decisions .decision")
+        decision.wait_for()
+        assert decision.locator("b").inner_text() == "1 \u2192 2"
+        assert decision.locator(".when").inner_text() == "1 min ago"
+        assert decision.locator(".why").inner_text() == f"first tokens take 3 s {MARKUP}"
+        assert wall.page.locator("main img").count() == 0
+
+
 def test_an_admin_pauses_swaps_and_goes_back(browser: Browser, url: str, folders: list[str]) -> None:
     with watching(browser, url) as wall:
         page = wall.page
