@@ -30,7 +30,7 @@ from engine.generate import (
 from engine.live_weights import ParkedLoop
 from engine.manager import ContinuousBatchingManager
 from engine.metrics import EngineStats
-from engine.model import check_supported, load_model
+from engine.model import check_model, check_supported, load_model
 from engine.rendezvous import RankPlace, join_ranks, open_meeting
 from engine.request import (
     FinishReason,
@@ -77,6 +77,7 @@ __all__ = [
     "WeightsLost",
     "WeightsSourceError",
     "WorkloadHints",
+    "check_model",
     "check_supported",
     "check_weights",
     "continuous_batching_context_manager",

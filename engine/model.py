@@ -71,9 +71,22 @@ def load_model(
     return model
 
 
+def check_model(path: str, *, trust_remote_code: bool = False, tensor_parallel_size: int = 1) -> None:
+    """Raises UnsupportedModel and WeightsSourceError as `load_model` does, as far as the config tells."""
+    config = load_config(path, trust_remote_code)
+    _refuse(config.architectures, _objection_to_config(config))
+    if tensor_parallel_size > 1:
+        _refuse(config.architectures, _objection_to_cutting(config, tensor_parallel_size))
+    _check_known(config)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    _refuse([type(model).__name__], _objection_to_config(model.config) or _objection_to_modules(model))
+
+
 def check_supported(model: PreTrainedModel) -> None:
     """Raises UnsupportedModel, in one sentence, when the engine would give wrong tokens for this model or none."""
-    _refuse([type(model).__name__], _objection_to_config(model.config) or _objection_to_modules(model))
+    objection = _objection_to_config(model.config) or _objection_to_modules(model) or _objection_to_placement(model)
+    _refuse([type(model).__name__], objection)
 
 
 def describe(model: PreTrainedModel) -> ModelShape:
@@ -118,6 +131,12 @@ def load_config(path: str, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
+def _check_known(config: PreTrainedConfig) -> None:
+    is_known = type(config) in AutoModelForCausalLM._model_mapping
+    if not is_known and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
+        _refuse(config.architectures, f"transformers has no causal language model for type {config.model_type!r}")
+
+
 def _check_ranks(size: int, device: torch.device) -> None:
     present = dist.get_world_size() if dist.is_initialized() else 1
     if present != size:
@@ -138,9 +157,7 @@ def _read_model(
     trust_remote_code: bool,
     num_ranks: int,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    is_known = type(config) in AutoModelForCausalLM._model_mapping
-    if not is_known and "AutoModelForCausalLM" not in getattr(config, "auto_map", {}):
-        _refuse(config.architectures, f"transformers has no causal language model for type {config.model_type!r}")
+    _check_known(config)
     cut: dict[str, Any] = {"distributed_config": DistributedConfig(tp_size=num_ranks)} if num_ranks > 1 else {}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -201,6 +218,10 @@ def _objection_to_modules(model: Any) -> str | None:
     decoder = model.get_decoder()
     if any(getattr(module, "is_causal", True) is False for module in decoder.modules()):
         return "some of its attention looks ahead, and only causal attention is served"
+    return None
+
+
+def _objection_to_placement(model: PreTrainedModel) -> str | None:
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1 or "meta" in devices:
         return f"its parameters are on {', '.join(devices)}, and one device must hold them all"

@@ -9,7 +9,7 @@ from tiny_models import REFUSED, SUPPORTED, VOCAB_SIZE, tiny_model
 from transformers import BertConfig, BertLMHeadModel, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from engine.errors import UnsupportedModel, WeightsInvalid, WeightsSourceError
-from engine.model import check_supported, describe, load_model
+from engine.model import check_model, check_supported, describe, load_model
 
 OBJECTIONS = {
     "bloom": "attention interface",
@@ -51,6 +51,25 @@ def test_a_folder_is_refused_from_its_config_before_any_weight_is_read(family: s
     tiny_model(family).config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=OBJECTIONS[family]):
         load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_config_alone_tells_that_a_model_is_supported(family: str, tmp_path: Path) -> None:
+    tiny_model(family).config.save_pretrained(tmp_path)
+    check_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_config_alone_tells_that_a_model_is_not(family: str, tmp_path: Path) -> None:
+    tiny_model(family).config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=OBJECTIONS[family]):
+        check_model(str(tmp_path))
+
+
+def test_a_config_alone_tells_that_a_model_cannot_be_cut(tmp_path: Path) -> None:
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="divides"):
+        check_model(str(tmp_path), tensor_parallel_size=3)
 
 
 def test_layers_that_share_keys_and_values_are_refused() -> None:

@@ -17,6 +17,7 @@ from serve_app.cli.doctor.finding import Finding, Level
 from serve_app.cli.serve_config import Overrides
 from serve_app.settings import available_cores
 from tests.ports import free_port
+from tests.serve_app.tiny_model import make_model_folder
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
 
@@ -30,11 +31,7 @@ def _without_keys_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"dtype": "float32"}')
-    (folder / "model.safetensors").write_bytes(bytes(8))
-    return folder
+    return Path(make_model_folder(tmp_path / "model"))
 
 
 def problems(findings: Iterable[Finding]) -> dict[str, Finding]:
@@ -161,6 +158,16 @@ def test_what_a_config_asks_for_in_vain_is_found(
     found = look(model, tmp_path, **args)
     assert list(found) == [subject]
     assert what in found[subject].what
+
+
+def test_a_model_that_cannot_be_served_is_found_from_its_config(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({"model_type": "t5", "architectures": ["T5Model"]}))
+    found = look(model, tmp_path)
+    assert "encoder-decoder" in found["model"].what
+    (model / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2}))
+    args = {"replicas": {"tensor_parallel_size": 3, "num_cpus": 0.1}, "device": "auto"}
+    assert "divides" in look(model, tmp_path, **args)["model"].what
 
 
 def test_a_model_of_the_hub_cannot_come_where_the_hub_is_off(tmp_path: Path) -> None:

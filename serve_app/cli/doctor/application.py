@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from engine import PitstopError, check_model
 from serve_app.cli.doctor.finding import Finding, Findings, error, good, warning
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.preflight import GIB, check_memory, check_port, locate_model, weights_bytes
@@ -52,6 +53,17 @@ def _model(settings: AppSettings, *, cache_dir: Path, environment: Mapping[str, 
         yield _hub_model(place, environment)
         return
     replicas = settings.replicas
+    try:
+        check_model(
+            place,
+            trust_remote_code=settings.trust_remote_code,
+            tensor_parallel_size=replicas.tensor_parallel_size,
+        )
+    except PitstopError as problem:
+        yield error(
+            "model", str(problem), why="no replica can serve it", remedy="another model; the README names families"
+        )
+        return
     yield good("model", f"{folder}, {weights_bytes(folder, settings.dtype) / GIB:.2f} GiB as {settings.dtype}")
     if replicas.num_gpus:
         return
