@@ -92,8 +92,8 @@ OVERVIEW = Dashboard(
                     (
                         (
                             "errors",
-                            'sum(rate(@pitstop_http_requests_total{status=~"5.."}[5m]))'
-                            " / sum(rate(@pitstop_http_requests_total[5m])) or vector(0)",
+                            'sum(rate(@pitstop_http_requests_total{route=~"/v1/.*",status=~"5.."}[5m]))'
+                            ' / sum(rate(@pitstop_http_requests_total{route=~"/v1/.*"}[5m])) or vector(0)',
                         ),
                     ),
                     "stat",
