@@ -13,6 +13,7 @@ PitstopError
     ├── WeightsSourceError              the source is missing or cannot be read
     ├── WeightsInvalid                  a tensor is missing, extra, misshapen, of another dtype or not finite
     ├── SwapConflict                    other changes of the weights are in the way, or were faster
+    ├── NotFinished                     requests that were to finish first did not, so nothing was changed
     └── WeightsLost                     neither the old nor the new weights are whole; the loop has ended
 """
 
@@ -81,6 +82,10 @@ class SwapConflict(WeightsError):
     """Another swap is under way, has changed what this one builds on, or has used its idempotency key; or the weights
     were changed again and again while they were read.
     """
+
+
+class NotFinished(WeightsError):
+    """Requests that were to finish before a pause did not in time; nothing was changed, and it may be tried again."""
 
 
 class WeightsLost(WeightsError):

@@ -14,7 +14,7 @@ from time import perf_counter
 from typing import Protocol
 
 from engine.active_request import ActiveRequest
-from engine.errors import DuplicateRequest, EngineDead, EngineStopped, QueueFull, WeightsError
+from engine.errors import DuplicateRequest, EngineDead, EngineStopped, NotFinished, QueueFull, WeightsError
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
 from engine.plan import StepHandle, StepPlan, StepRunner
@@ -229,7 +229,7 @@ class GenerationLoop:
             self.release_pause(hold=hold)
         if in_time:
             raise EngineStopped("the manager stopped before it could pause")
-        raise WeightsError(_lateness(hold, timeout_s))
+        raise _lateness(hold, timeout_s)
 
     def release_pause(self, *, hold: Hold | None = None) -> None:
         """Gives a pause back; the loop goes on when the last one is. hold: the one that it was acquired with."""
@@ -502,11 +502,11 @@ class GenerationLoop:
             raise EngineStopped("the manager is stopping or was stopped; start() it again to submit requests")
 
 
-def _lateness(hold: Hold | None, timeout_s: float | None) -> str:
+def _lateness(hold: Hold | None, timeout_s: float | None) -> WeightsError:
     if hold is not None and not hold.is_clear:
         whom = "running" if hold.is_for_all else "running pinned"
-        return (
+        return NotFinished(
             f"the {whom} requests did not finish within {timeout_s:.3g} s, so nothing was changed; allow more time, or"
             " choose another in_flight or pinned"
         )
-    return f"no step ended within {timeout_s:.3g} s, so the loop did not pause; allow more time"
+    return WeightsError(f"no step ended within {timeout_s:.3g} s, so the loop did not pause; allow more time")

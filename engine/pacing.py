@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from time import sleep, thread_time
 
-STAGING_SHARE = 0.2
+STAGING_SHARE = 0.35
 """Of one core: a step that shares one waits for it as long."""
 LEAST_WORK_S = 0.001
 """Before a rest: a sleep is some 0.1 ms longer than asked for."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from engine import InvalidRequest, PitstopError, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.fleet_calls import CallAll, FleetCalls
-from serve_app.hub_source import fetch_from_hub
+from serve_app.hub_source import HubFetches, fetch_from_hub
 from serve_app.messages import (
     Changes,
     CommittedVersion,
@@ -73,6 +73,7 @@ class FleetWeights:
         self._count_running = count_running
         self._kill = kill
         self._turn = SwapTurn()
+        self._fetches = HubFetches(fetch_from_hub)
         self._reports = ReplicaReports(forget_after_s=settings.forget_after_s)
         self._calls = FleetCalls(settings, self._reports, call_all=call_all)
         self._two_phases = TwoPhaseSwap(
@@ -242,17 +243,8 @@ class FleetWeights:
         source = request.source
         if source.hub is None:
             return source
-        timeout_s = self._settings.fetch_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.to_thread(fetch_from_hub, source)
-        except TimeoutError:
-            late = WeightsSourceError(
-                f"{source} was not fetched from the hub within {timeout_s:g} s; what has come is kept: try again, or "
-                "raise weights.fetch_timeout_s"
-            )
-            self._failures.add(request, late, was_rolled_back=False)
-            raise late from None
+            return await self._fetches.fetch(source, timeout_s=self._settings.fetch_timeout_s)
         except PitstopError as error:
             self._failures.add(request, error, was_rolled_back=False)
             raise

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-from engine import PitstopError, WeightsError, WeightsInvalid
+from engine import NotFinished, PitstopError, WeightsError, WeightsInvalid
 from serve_app.fleet_calls import FleetCalls, raise_refusals
 from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, SwapOrder, SwapReply, SwapResult
 from serve_app.protocol.errors import ManifestError, RollingFailed
@@ -165,9 +165,9 @@ class TwoPhaseSwap:
             for answer in await self._calls.tell("details", wanted, timeout_s=self._settings.commit_timeout_s):
                 if isinstance(answer, StagedDetails):
                     return answer
-        # One that is silent withholds the answers of all.
-        if silent := sorted(running.participants - self._reports.names()):
-            raise WeightsError(f"replica {silent[0]} staged the weights but is silent since; try again")
+            # One that is silent withholds the answers of all; one that is slow has another attempt.
+            if silent := sorted(running.participants - self._reports.names()):
+                raise WeightsError(f"replica {silent[0]} staged the weights but is silent since; try again")
         raise WeightsError(f"replica {name} staged the weights but did not say what they are; try again")
 
     # Synchronous
@@ -240,6 +240,11 @@ class TwoPhaseSwap:
         running.paused_s = max((running.paused_s, *(reply.paused_s for reply in replies.values())))
         for name in sorted(names - running.done):
             reason = replies[name].error if name in replies else "it does not answer"
+            is_late = name in replies and replies[name].error_type == NotFinished.__name__
+            if is_late and running.options.on_failure == "continue":
+                # It works, and goes on without new work until it has finished; who never does is replaced as any other
+                # that stays behind.
+                continue
             if running.options.on_failure == "rollback":
                 raise RollingFailed(f"replica {name}: {reason}")
             await self._replace(name, running, str(reason))

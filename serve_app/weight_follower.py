@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from engine import ContinuousBatchingManager, PitstopError, StagedWeights, WeightsError, WeightsInvalid
+from engine import ContinuousBatchingManager, NotFinished, PitstopError, StagedWeights, WeightsError, WeightsInvalid
 from serve_app.held_loop import SwapHold
 from serve_app.messages import (
     CommittedWeights,
@@ -28,6 +28,8 @@ logger = logging.getLogger("ray.serve.pitstop")
 
 CATCH_UP_RETRY_S = 5.0
 """Between two attempts to catch up from a source that failed; reading it again at once would only load the disk."""
+CATCH_UP_FINISH_S = 5.0
+"""For requests that are to finish first, at each attempt: the next swap waits as long."""
 NUM_ENDED_SWAPS = 64
 """Swaps that ended here, whose late orders are refused."""
 
@@ -226,7 +228,8 @@ class WeightFollower:
             await self._release()
             return reply
 
-        return await self._carry_out("commit", replace(order, targets=None), "paused", take)
+        wait_s = min(order.finish_timeout_s, CATCH_UP_FINISH_S)
+        return await self._carry_out("commit", replace(order, targets=None, finish_timeout_s=wait_s), "paused", take)
 
     async def _stage_beside_nothing(self, order: SwapOrder) -> SwapReply:
         if self._staged is not None and self.staged_swap_id != order.swap_id:
@@ -365,16 +368,16 @@ class WeightFollower:
         self._check_staged(order)
         staged = self._staged
         assert staged is not None
-        self._staged = None
         digests = staged.weights.digests
         try:
             await asyncio.to_thread(self._exchange, staged.weights, order)
-        finally:
-            # The set that does not serve: the old one, or after a failure the new one.
-            self._retired = staged.weights
-            if self._hold is None:
-                await self._free_retired()
-            self._drained_for = None
+        except NotFinished:
+            # Nothing has changed: it stays staged, and new work goes elsewhere, until it is tried again.
+            raise
+        except BaseException:
+            await self._retire(staged)
+            raise
+        await self._retire(staged)
         self._served_digests = digests
         self.source = order.source
         self.swap_id = order.swap_id
@@ -384,6 +387,13 @@ class WeightFollower:
         # How long it stood still is known when it runs again.
         logger.info("event=weights_committed version=%d", order.version)
         return self._reply(paused_s=self._paused_s)
+
+    async def _retire(self, staged: _Staged) -> None:
+        """Frees the set that does not serve, as soon as nobody waits: the old one, or after a failure the new one."""
+        self._staged, self._retired = None, staged.weights
+        if self._hold is None:
+            await self._free_retired()
+        self._drained_for = None
 
     def _exchange(self, weights: StagedWeights, order: SwapOrder) -> None:
         # A park ends with the loop that was parked; another one may run by now.

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine import InvalidRequest, WeightsSourceError
+from engine import InvalidRequest, NotFinished, WeightsSourceError
 from serve_app.fleet_member import CannotJoin, ControllerCalls, FleetMember
 from serve_app.fleet_weights import FleetWeights
 from serve_app.leased_pauses import LeasedPauses
@@ -70,6 +70,8 @@ class FakeEngine:
         self.weight_version = 1
         self.parks: list[FakePark] = []
         self.fails_to: set[str] = set()
+        self.is_busy = False
+        """Whether it has requests that do not finish in time."""
 
     def stage_weights(self, paths: Sequence[str], *, partial: bool = False, **_: Any) -> FakeStaged:
         self._may("stage")
@@ -85,7 +87,9 @@ class FakeEngine:
         self._may("park")
         return FakePark(self)
 
-    def commit_weights(self, staged: FakeStaged, *, version: int, **_: Any) -> float:
+    def commit_weights(self, staged: FakeStaged, *, version: int, in_flight: str, **_: Any) -> float:
+        if self.is_busy and in_flight == "finish":
+            raise NotFinished("the running requests did not finish")
         self.exchange(staged, version)
         return 0.001
 

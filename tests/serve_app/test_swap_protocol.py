@@ -233,7 +233,9 @@ def test_the_old_weights_are_freed_after_the_engine_runs_again(
 
 def test_a_silent_replica_is_named_where_nobody_can_say_what_is_staged(fleet: SimulatedFleet) -> None:
     fleet.before_call = falls_silent_in(fleet, "details", "r2")
+    started = fleet.loop.time()
     assert "replica r2 staged the weights but is silent since" in refused(fleet, "/1")
+    assert fleet.loop.time() - started < SETTINGS.commit_timeout_s + 5
 
 
 def test_a_replica_that_is_slow_for_a_while_does_not_lose_what_is_staged(fleet: SimulatedFleet) -> None:
@@ -289,7 +291,16 @@ def test_a_download_holds_no_other_swap_up_and_ends(
     fleet: SimulatedFleet, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     assert fleet.weights is not None
-    monkeypatch.setattr("serve_app.fleet_weights.fetch_from_hub", lambda source: replace(source, path="/2"))
+    fetched_to: list[WeightSource] = []
+
+    def fetch(source: WeightSource) -> WeightSource:
+        fetched_to.append(source)
+        return replace(source, path="/2")
+
+    monkeypatch.setattr("serve_app.fleet_weights.fetch_from_hub", fetch)
+    fleet.kill_controller()
+    fleet.start_controller()
+    fleet.pass_time(5)
     delays = iter([seconds])
     fleet.loop.thread_delay = lambda: next(delays, 0.0)
     fetched = fleet.request(fleet.weights.swap(SwapRequest(WeightSource(hub="org/name"))))
@@ -302,6 +313,10 @@ def test_a_download_holds_no_other_swap_up_and_ends(
     with pytest.raises(WeightsSourceError, match="org/name was not fetched from the hub within 3600 s"):
         fleet.loop.run(_done(fetched))
     assert_all_serve(fleet, 2)
+    # What is still on its way is waited for, and not begun again.
+    assert fetched_to == []
+    assert fleet.loop.run(fleet.weights.swap(SwapRequest(WeightSource(hub="org/name")))).version == 3
+    assert len(fetched_to) == 1
 
 
 # Rolling
@@ -332,6 +347,29 @@ def test_a_replica_that_fails_in_a_rolling_swap_is_replaced_by_one_at_the_new_ve
     result = swapped(fleet, "/1", strategy="rolling")
     assert (result.replicas, result.replaced) == (["r0", "r2"], ["r1"])
     fleet.pass_time(5)
+    assert_all_serve(fleet, 2)
+
+
+def test_requests_that_take_their_time_cost_no_replica_in_a_rolling_swap(fleet: SimulatedFleet) -> None:
+    fleet.is_synchronous = False
+    fleet.replicas["r1"].engine.is_busy = True
+    result = swapped(fleet, "/1", strategy="rolling", in_flight="finish")
+    assert (result.replicas, result.lagging, result.replaced) == (["r0", "r2"], ["r1"], [])
+    fleet.pass_time(SETTINGS.converge_timeout_s / 2)
+    assert [name for name, one in fleet.replicas.items() if one.follower.is_fenced] == ["r1"]
+    fleet.replicas["r1"].engine.is_busy = False
+    fleet.pass_time(15)
+    assert_all_serve(fleet, 2)
+    assert fleet.killed == []
+    assert not any(one.follower.is_fenced for one in fleet.replicas.values())
+
+
+def test_a_replica_whose_requests_never_finish_is_replaced_when_its_time_is_up(fleet: SimulatedFleet) -> None:
+    fleet.is_synchronous = False
+    fleet.replicas["r1"].engine.is_busy = True
+    swapped(fleet, "/1", strategy="rolling", in_flight="finish")
+    fleet.pass_time(SETTINGS.converge_timeout_s + 20)
+    assert fleet.killed == ["r1"]
     assert_all_serve(fleet, 2)
 
 
