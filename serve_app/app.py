@@ -1,5 +1,6 @@
 """The whole graph of the application: router -> engine replicas, and the controller of their weights."""
 
+from dataclasses import asdict
 from typing import Any
 
 from ray import serve
@@ -11,6 +12,7 @@ from serve_app.controller import WeightController
 from serve_app.replica import EngineReplica
 from serve_app.router import Router
 from serve_app.routing import WorkRouter
+from serve_app.scaling import ScalingTargets
 from serve_app.settings import AppSettings, ReplicaSettings
 
 MAX_ONGOING_REQUESTS = 10_000
@@ -74,15 +76,29 @@ def _placement(replicas: ReplicaSettings) -> dict[str, Any]:
 
 
 def _autoscaling(settings: AppSettings) -> AutoscalingConfig:
-    scaling = settings.autoscaling
+    scaling, replicas = settings.autoscaling, settings.replicas
+    targets = ScalingTargets(
+        minimum=replicas.min,
+        maximum=replicas.max,
+        first_token_s=scaling.target_first_token_s,
+        token_time_s=scaling.target_token_time_s,
+        kv_usage=scaling.target_kv_usage,
+        work_s=scaling.target_work_s,
+        utilisation=scaling.target_utilisation,
+        up_after_s=scaling.upscale_delay_s,
+        down_after_s=scaling.downscale_delay_s,
+        start_s=scaling.startup_s,
+        idle_s=scaling.idle_s,
+    )
     return AutoscalingConfig(
-        min_replicas=settings.replicas.min,
-        max_replicas=settings.replicas.max,
-        upscale_delay_s=scaling.upscale_delay_s,
-        downscale_delay_s=scaling.downscale_delay_s,
+        min_replicas=replicas.min,
+        max_replicas=replicas.max,
+        # The policy itself says when, and why; Serve's own delays would only hide it.
+        upscale_delay_s=0,
+        downscale_delay_s=0,
         metrics_interval_s=scaling.metrics_interval_s,
         look_back_period_s=scaling.look_back_s,
         policy=AutoscalingPolicy(  # type: ignore[no-untyped-call]
-            policy_function=WorkPolicy, policy_kwargs={"target_work_s": scaling.target_work_s}
+            policy_function=WorkPolicy, policy_kwargs={"targets": asdict(targets)}
         ),
     )

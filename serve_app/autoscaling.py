@@ -1,62 +1,119 @@
-"""How many replicas the work needs: `replicas_needed`, a pure function, and the Ray Serve policy that asks it.
+"""The Ray Serve policy that asks `scaling` how many replicas the fleet should have.
 
-Serve applies the bounds and the delays afterwards. The policy runs in Serve's controller ten times a second: if it
-raised, the control plane of the whole cluster would stall, so it never does.
+It runs in Serve's controller ten times a second: if it raised, the control plane of the whole cluster would stall, and
+while it waited, everything would; so it does neither. Delays and limits are applied in `scaling`, Serve's own are off.
 """
 
 import logging
-from math import ceil, isfinite
+import time
+import uuid
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-logger = logging.getLogger(__name__)
+from serve_app.scaling import FleetLoad, ScalingDecision, ScalingReason, ScalingState, ScalingTargets, decide
+from serve_app.scaling_news import ScalingNews
+from serve_app.scaling_report import ScalingChange, ScalingReport
 
-DOWNSCALE_SHARE = 0.7
-"""A smaller fleet has to have this much room left, else the next request would bring the replica back."""
+logger = logging.getLogger("ray.serve.pitstop")
 
-
-def replicas_needed(*, work_s: float, num_requests: float, current: int, target_work_s: float) -> int:
-    """Gives the replicas that bring the estimated work of each down to `target_work_s` seconds; at least one.
-
-    work_s: seconds one replica would need for everything queued and running. Never more replicas than requests, since
-    a request cannot be shared; never fewer than now unless the work fits the smaller fleet with room to spare.
-    """
-    needed = ceil(work_s / target_work_s)
-    needed = max(1, min(needed, ceil(num_requests)))
-    if needed >= current:
-        return needed
-    with_room = max(1, ceil(work_s / (DOWNSCALE_SHARE * target_work_s)))
-    return min(current, max(needed, min(with_room, ceil(num_requests)) if num_requests else 1))
+MAX_CHANGES = 16
+"""That are told; more than anybody reads."""
+SUMS = ("prefill_tokens", "decode_tokens", "num_requests", "work_s", "arrived_s")
+MEANS = ("kv_usage",)
+SPEEDS = ("step_s", "request_s", "token_s", "max_running")
+"""Of those that have measured them; of a new replica they are 0."""
 
 
 class WorkPolicy:
-    """Asks for replicas by the work they report (`work_s` and `num_requests` of `record_autoscaling_stats`)."""
+    """Asks for replicas by what they report in `record_autoscaling_stats`. One thread only."""
 
-    def __init__(self, target_work_s: float) -> None:
-        self._target_work_s = target_work_s
+    def __init__(self, targets: Mapping[str, float], *, tell: Callable[[ScalingReport], None] | None = None) -> None:
+        """targets: the fields of `ScalingTargets`. tell: takes every report; None sends them where they are shown."""
+        self._targets = ScalingTargets(**targets)  # type: ignore[arg-type]  # integers that JSON keeps as they are
+        self._state = ScalingState()
+        self._tell = tell
+        self._source = uuid.uuid4().hex[:8]
+        self._known: int | None = None
+        self._latest: ScalingDecision | None = None
+        self._changes: tuple[ScalingChange, ...] = ()
+        self._num_failures = 0
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Gives the wanted number and the state to keep: how often the policy failed. Never raises."""
-        state: dict[str, Any] = {}
+        """Gives the wanted number, and no state for Serve to keep. Never raises."""
         try:
-            state = dict(context.policy_state or {})
-            return self._decide(context), state
+            self._note_change(context.target_num_replicas, now=time.time())
+            wanted = self._decide(context).num_replicas
         except Exception as error:
-            state["failures"] = state.get("failures", 0) + 1
-            if state["failures"] == 1:
+            self._num_failures += 1
+            wanted = context.target_num_replicas
+            if self._num_failures == 1:
                 logger.exception("event=autoscaling_failed fallback=keep error=%s", type(error).__name__)
-            return context.target_num_replicas, state
+        try:
+            self._report(context.app_name or "", wanted)
+        except Exception:
+            logger.exception("event=scaling_report_failed")
+        return wanted, {}
 
-    def _decide(self, context: AutoscalingContext) -> int:
-        metrics = context.aggregated_metrics or {}
-        work_s = sum(metrics.get("work_s", {}).values())
-        num_requests = sum(metrics.get("num_requests", {}).values())
-        if not isfinite(work_s) or not isfinite(num_requests):
-            raise ValueError(f"replicas report {work_s} s of work in {num_requests} requests")
-        return replicas_needed(
-            work_s=work_s,
-            num_requests=num_requests,
+    def _decide(self, context: AutoscalingContext) -> ScalingDecision:
+        decision = decide(
+            fleet_load(context),
+            self._targets,
             current=context.target_num_replicas,
-            target_work_s=self._target_work_s,
+            now=time.monotonic(),
+            state=self._state,
         )
+        self._state, self._latest = decision.state, decision
+        return decision
+
+    def _note_change(self, target: int, *, now: float) -> None:
+        """Notes what Serve has made of the latest decision; it wakes a fleet without replicas by itself."""
+        before, self._known = self._known, target
+        if before is None or before == target:
+            return
+        latest = self._latest
+        if latest is not None and latest.num_replicas == target:
+            reason, why = latest.reason.value, latest.why
+        elif before == 0:
+            reason, why = ScalingReason.WAKE.value, "a request came while no replica ran"
+        else:
+            reason, why = "config", "the limits were changed, or replicas were asked for by hand"
+        number = self._changes[0].number + 1 if self._changes else 1
+        change = ScalingChange(number, now, before, target, reason, why)
+        self._changes = (change, *self._changes)[:MAX_CHANGES]
+        logger.info("event=scaled before=%d after=%d reason=%s why=%r", before, target, reason, why)
+
+    def _report(self, application: str, wanted: int) -> None:
+        if self._tell is None:
+            self._tell = ScalingNews(application).tell
+        latest = self._latest
+        self._tell(
+            ScalingReport(
+                source=self._source,
+                changes=self._changes,
+                num_replicas=wanted,
+                needed=latest.needed if latest else wanted,
+                reason=latest.reason.value if latest else "",
+                why=latest.why if latest else "",
+                num_failures=self._num_failures,
+            )
+        )
+
+
+def fleet_load(context: AutoscalingContext) -> FleetLoad:
+    """Gives what the replicas have reported, together; those that have not yet count as idle."""
+    metrics = context.aggregated_metrics or {}
+    values = {name: [float(value) for value in metrics.get(name, {}).values()] for name in (*SUMS, *MEANS, *SPEEDS)}
+    known = {name: [value for value in values[name] if value > 0] for name in SPEEDS}
+    return FleetLoad(
+        num_replicas=context.current_num_replicas,
+        waiting_elsewhere=float(context.total_queued_requests or 0.0),
+        **{name: sum(values[name]) for name in SUMS},
+        **{name: _mean(values[name]) for name in MEANS},
+        **{name: _mean(known[name]) for name in SPEEDS if known[name]},
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

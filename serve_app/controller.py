@@ -34,6 +34,8 @@ from serve_app.metrics import CONTROLLER_METRICS, Recorder
 from serve_app.model_store import resolve_model
 from serve_app.ray_agent import start_mirror
 from serve_app.receiver import ReceiverHandle
+from serve_app.scaling_meter import ScalingMeter
+from serve_app.scaling_report import ScalingReport
 from serve_app.settings import AppSettings
 from serve_app.source_check import CheckAlone
 from serve_app.swap_sessions import SwapSessions
@@ -75,6 +77,7 @@ class WeightController:
             kill=_kill_engine,
         )
         self._drains = Drains(status=self._weights.status, call_all=_call_engines, kill=_kill_engine)
+        self._scaling = ScalingMeter(recorder)
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
             settings.weights.store_folder(application),
@@ -158,7 +161,11 @@ class WeightController:
         store = StoreStatus(
             str(self._store.folder), self._is_store_durable, size_bytes, open_sessions=self._sessions.num_open
         )
-        return replace(await self._weights.status(), store=store)
+        return replace(await self._weights.status(), store=store, scaling=self._scaling.report)
+
+    async def note_scaling(self, report: ScalingReport) -> None:
+        """Takes what the autoscaling policy has decided."""
+        self._scaling.take(report)
 
     async def pause(self, request: PauseRequest) -> PauseLease:
         """Has the whole fleet stand still, for a lease; a caller that goes away before it has it ends it."""

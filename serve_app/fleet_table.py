@@ -1,6 +1,7 @@
 """What replicas report, as arrays with a row for each, which `routing_score` reads."""
 
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ MAX_AGE_S = 5.0
 REPORT_MARGIN_S = 0.05
 """Work sent this long before a report may not be in it yet; counting it twice for a moment does no harm."""
 FIRST_SIZE = 8
+MIXER = np.uint64(0x9E3779B97F4A7C15)
+"""Odd, and without a pattern in its bits: so that two hashes mix into a third."""
 UNKNOWN = {
     "max_running": 1024.0,
     "total_tokens": 1e6,
@@ -38,6 +41,7 @@ class FleetTable:
         self.reported_at = np.full(FIRST_SIZE, -np.inf)
         self.versions: Ints = np.zeros(FIRST_SIZE, dtype=np.int64)
         self.names: list[str | None] = [None] * FIRST_SIZE
+        self._hashes = np.zeros(FIRST_SIZE, dtype=np.uint64)
         self._is_open: Bools = np.zeros(FIRST_SIZE, dtype=np.bool_)
         self._values: Floats = np.repeat(BLANK[:, None], FIRST_SIZE, axis=1)
         self._untold: set[int] = set()
@@ -55,6 +59,7 @@ class FleetTable:
                 self._grow()
             row = self.rows[name] = self.names.index(None)
             self.names[row] = name
+            self._hashes[row] = _hash(name)
             self._is_open[row] = True
             self._values[:, row] = 0.0
             self._untold.add(row)
@@ -127,6 +132,17 @@ class FleetTable:
             **columns,
         )
 
+    def home_of(self, key: str, is_open: Bools) -> int | None:
+        """Gives the open replica where a key belongs, the same one at every router; most keep theirs as others come.
+
+        Rendezvous hashing (Thaler and Ravishankar 1998): the replica whose hash with the key is the greatest.
+        """
+        rows = np.flatnonzero(is_open)
+        if not len(rows):
+            return None
+        mixed = (self._hashes[rows] ^ np.uint64(_hash(key))) * MIXER
+        return int(rows[np.argmax(mixed ^ (mixed >> np.uint64(32)))])
+
     def named(self, rows: Sequence[int] | Ints) -> list[str]:
         """Gives the replicas in these rows."""
         return [name for row in rows if (name := self.names[row]) is not None]
@@ -150,7 +166,12 @@ class FleetTable:
     def _grow(self) -> None:
         size = len(self.names)
         self.names += [None] * size
+        self._hashes = np.append(self._hashes, np.zeros(size, dtype=np.uint64))
         self.reported_at = np.append(self.reported_at, np.full(size, -np.inf))
         self.versions = np.append(self.versions, np.zeros(size, dtype=np.int64))
         self._is_open = np.append(self._is_open, np.zeros(size, dtype=np.bool_))
         self._values = np.append(self._values, np.repeat(BLANK[:, None], size, axis=1), axis=1)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")

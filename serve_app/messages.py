@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from engine import SamplingParams, TopLogprobs, WeightSpan, WorkloadHints
+from serve_app.scaling_report import ScalingReport
 
 MAX_WAIT_S = 3600.0
 """For a swap that is under way; longer than any client keeps its connection."""
@@ -492,3 +493,5 @@ class FleetStatus:
     store: StoreStatus | None = None
     failures: list[SwapFailure] = field(default_factory=list)
     """The last swaps that were not committed, newest first, while this controller has run."""
+    scaling: ScalingReport | None = None
+    """What the autoscaling policy has decided lately; None where the number of replicas is fixed, or not heard yet."""

@@ -210,6 +210,16 @@ REPLICA_METRICS = (
 CONTROLLER_METRICS = (
     MetricSpec("pitstop_committed_weight_version", "gauge", "Weight version that every replica has to serve."),
     MetricSpec("pitstop_replicas", "gauge", "Replicas that report to the controller, by state.", ("state",)),
+    MetricSpec("pitstop_replicas_wanted", "gauge", "Replicas that the autoscaling policy asks for."),
+    MetricSpec(
+        "pitstop_scaling_decisions_total",
+        "counter",
+        "Changes of the number of replicas, by direction and by what decided.",
+        ("direction", "reason"),
+    ),
+    MetricSpec(
+        "pitstop_scaling_failures_total", "counter", "Times the autoscaling policy failed and kept what there was."
+    ),
     MetricSpec(
         "pitstop_swaps_total",
         "counter",

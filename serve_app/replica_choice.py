@@ -78,6 +78,9 @@ class ReplicaChoice:
         self._first_token_s = times.first_token_s
         scores = price(times, replicas.is_open)
         row = self.row_of_session(session)
+        if row is None and session is not None:
+            # Other routers, which do not know where it was, send it there as well.
+            row = self._table.home_of(session, replicas.is_open)
         if row is not None and row < len(scores):
             scores[row] *= SESSION_SHARE
         best = float(scores.min(initial=np.inf))

@@ -195,7 +195,8 @@ def _wants(load: FleetLoad, targets: ScalingTargets, state: ScalingState) -> lis
     num_requests = load.num_requests + load.waiting_elsewhere
     queued_s = load.prefill_tokens * load.token_s
     batch = load.max_running
-    if load.request_s > 0:
+    # Where a single request is too slow already, more replicas would not make it quicker.
+    if load.request_s > 0 and load.step_s + load.request_s <= targets.token_time_s:
         batch = min(batch, max(1.0, (targets.token_time_s - load.step_s) / load.request_s))
     # A request cannot be shared, so more replicas than requests are of no use to those that are there.
     by_load = [

@@ -35,7 +35,8 @@ class Section(BaseModel):
 class ReplicaSettings(Section):
     """How many engine replicas there are and what each may use.
 
-    min, max: bounds of autoscaling, in replicas; equal bounds switch it off. One is the least that serves at once.
+    min, max: bounds of autoscaling, in replicas; equal bounds switch it off. One is the least that serves at once; with
+        none the first request after a while waits until a replica has started.
     tensor_parallel_size: processes (ranks) that each replica's model is cut over, all on one machine: for a model that
         one GPU does not hold. Must divide the key-value heads of the model; 1 leaves the model whole.
     num_cpus: cores that Ray reserves for each rank; a half, so that two fit on one core beside Serve itself.
@@ -50,7 +51,7 @@ class ReplicaSettings(Section):
     health_check_period_s, health_check_timeout_s: seconds; three failures in a row replace a replica.
     """
 
-    min: int = Field(default=1, ge=1)
+    min: int = Field(default=1, ge=0)
     max: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     num_cpus: float = Field(default=0.5, ge=0)
@@ -92,24 +93,37 @@ class ReplicaSettings(Section):
 class AutoscalingSettings(Section):
     """When the fleet grows and shrinks. Whichever target needs the most replicas decides.
 
+    target_first_token_s: seconds of queued prompts that a replica may have before another is asked for; what a reader
+        accepts as a wait before the first word.
     target_token_time_s: seconds between two tokens of an answer, which bounds how many requests a replica should
         generate at once; faster than anybody reads.
     target_work_s: seconds of estimated work (queued and running, at the measured speed) one replica may have; about
         what a reader of a stream accepts as a wait.
+    target_kv_usage: share of its cache that the requests of a replica may hold; the rest keeps it from preempting.
+    target_utilisation: share of its time that a replica should be busy with what arrives, trend included.
     assumed_prefill_tokens_per_s, assumed_decode_tokens_per_s: tokens a second of a replica before it has measured
         itself; a small model on one CPU core.
+    startup_s: seconds that a new replica takes until it serves; the trend of arrivals is followed so far ahead.
     upscale_delay_s: seconds the need has to last before a replica is added; long enough to ignore a single burst step.
     downscale_delay_s: seconds of too little work before one is removed; longer, because starting one costs seconds.
+    idle_s: seconds without any request before the fleet goes to none, where `replicas.min` is 0.
+    wake_timeout_s: seconds that a request waits for the first replica of a fleet that has none; then it gets 503.
     metrics_interval_s: seconds between the numbers a replica sends, and between the numbers of waiting requests.
     look_back_s: seconds after which a number of a silent replica is forgotten.
     """
 
+    target_first_token_s: float = Field(default=2.0, gt=0)
     target_token_time_s: float = Field(default=0.2, gt=0)
     target_work_s: float = Field(default=10.0, gt=0)
+    target_kv_usage: float = Field(default=0.9, gt=0, le=1)
+    target_utilisation: float = Field(default=0.8, gt=0, le=1)
     assumed_prefill_tokens_per_s: float = Field(default=500.0, gt=0)
     assumed_decode_tokens_per_s: float = Field(default=100.0, gt=0)
+    startup_s: float = Field(default=30.0, ge=0)
     upscale_delay_s: float = Field(default=2.0, ge=0)
     downscale_delay_s: float = Field(default=60.0, ge=0)
+    idle_s: float = Field(default=300.0, ge=0)
+    wake_timeout_s: float = Field(default=120.0, gt=0)
     metrics_interval_s: float = Field(default=0.5, gt=0)
     look_back_s: float = Field(default=2.0, gt=0)
 

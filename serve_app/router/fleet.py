@@ -70,6 +70,8 @@ class Fleet:
         self._request_timeout_s = settings.limits.request_timeout_s
         self._weights = settings.weights
         self._max_replicas = settings.replicas.max
+        self._may_sleep = settings.replicas.min == 0
+        self._wake_timeout_s = settings.autoscaling.wake_timeout_s
         self._app_name = engine.app_name
         self._limits: ModelLimits | None = None
         self._last_committed: CommittedWeights | None = None
@@ -109,8 +111,15 @@ class Fleet:
             return await self.probe()
 
     async def probe(self) -> int:
-        """Gives the weight version of some engine replica; raises NoReplica when none answers."""
-        info = await call(self._engine.model_info.remote(), timeout_s=ANSWER_TIMEOUT_S, whom="an engine replica")
+        """Gives the weight version of some engine replica; raises NoReplica when none answers.
+
+        A fleet without replicas, where that may be, is woken and waited for.
+        """
+        if await self._is_asleep():
+            timeout_s, whom = self._wake_timeout_s, "a replica of the fleet, which had none and starts one,"
+        else:
+            timeout_s, whom = ANSWER_TIMEOUT_S, "an engine replica"
+        info = await call(self._engine.model_info.remote(), timeout_s=timeout_s, whom=whom)
         # New weights have the shapes of the old ones, so what was learned once stays true.
         self._limits = ModelLimits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"])
         return int(info["weight_version"])
@@ -143,7 +152,12 @@ class Fleet:
         return sum(answer for answer in answers if isinstance(answer, int))
 
     async def reason_not_ready(self) -> str | None:
-        """Gives None when an engine replica answers with the committed weights, else one sentence."""
+        """Gives None when an engine replica answers with the committed weights, else one sentence.
+
+        A fleet that sleeps is ready: its first request wakes it, which this question must not.
+        """
+        if await self._is_asleep():
+            return None
         try:
             version = await self.probe()
             committed = await self._committed_or_last()
@@ -152,6 +166,17 @@ class Fleet:
         if version != committed.version:
             return f"an engine replica serves weight version {version}, committed is {committed.version}"
         return None
+
+    async def _is_asleep(self) -> bool:
+        """Gives whether the fleet is known to have no replica that serves."""
+        if not self._may_sleep:
+            return False
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                replicas = (await self.status()).replicas
+        except (PitstopError, TimeoutError):
+            return False
+        return all(replica.state == "loading" for replica in replicas)
 
     async def _with_problem(self, reason: str) -> str:
         """Adds why replicas do not start, where the controller knows it."""

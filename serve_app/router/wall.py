@@ -11,11 +11,14 @@ from typing import Any
 from serve_app.messages import CommittedVersion, FleetStatus, PauseLease, ReplicaReport
 from serve_app.router.fleet import Fleet
 from serve_app.router.numbers import RouterNumbers
+from serve_app.scaling_report import ScalingChange
 
 LOOK_INTERVAL_S = 1.0
 """Between two looks; replicas report as often."""
 MAX_SWAPS = 12
 """Of the history; more than a screen shows."""
+MAX_CHANGES = 6
+"""Of the number of replicas."""
 HISTOGRAMS = {
     "first_token": "pitstop_time_to_first_token_seconds",
     "between_tokens": "pitstop_inter_token_seconds",
@@ -82,6 +85,16 @@ class WallPause:
 
 
 @dataclass(frozen=True, slots=True)
+class WallScaling:
+    """One change of the number of replicas. at: seconds since 1970; reason: one sentence."""
+
+    at: float
+    before: int
+    after: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Buckets:
     """A histogram since the start: how many observations were at most each bound, in seconds; None is no bound."""
 
@@ -115,6 +128,7 @@ class WallData:
     swaps: list[WallSwap]
     failures: list[WallFailure]
     numbers: WallNumbers
+    scaling: list[WallScaling]
 
 
 class Wall:
@@ -162,6 +176,7 @@ def wall_data(status: FleetStatus, numbers: WallNumbers, *, model: str, now: flo
         swaps=[_swap(version) for version in status.history[:MAX_SWAPS]],
         failures=[WallFailure(one.at, one.label, one.reason, one.was_rolled_back) for one in status.failures],
         numbers=numbers,
+        scaling=[_change(change) for change in (status.scaling.changes if status.scaling else ())[:MAX_CHANGES]],
     )
 
 
@@ -226,6 +241,10 @@ def _replica(report: ReplicaReport, now: float) -> WallReplica:
 
 def _pause(lease: PauseLease) -> WallPause:
     return WallPause(lease.remaining_s, lease.lease_s)
+
+
+def _change(change: ScalingChange) -> WallScaling:
+    return WallScaling(change.at, change.before, change.after, change.why)
 
 
 def _swap(version: CommittedVersion) -> WallSwap:

@@ -122,7 +122,8 @@ def test_a_row_is_used_again_without_what_was_there() -> None:
     fleet.forget("a")
     fleet.forget("a")
     assert fleet.row_of("new") == row
-    shares = firsts(router, fleet, names=NAMES, page_size=64, session="s")
+    assert router.row_of_session("s") is None
+    shares = firsts(router, fleet, names=NAMES, page_size=64)
     assert min(shares["new"], shares["b"]) > 20
 
 

@@ -108,6 +108,17 @@ def test_a_session_stays_where_it_was_until_that_costs_too_much() -> None:
     assert routing.choose(ask("r20", session="s"), "abc")[0] != first
 
 
+def test_routers_that_never_talk_send_new_sessions_to_the_same_replicas() -> None:
+    def places(names: str) -> list[str]:
+        return [fleet("work", **{n: report() for n in names}).choose(ask(session=f"s{i}"), names)[0] for i in range(60)]
+
+    before, after = places("abcd"), places("dcbae")
+    assert before == places("bdca")
+    assert all(20 > before.count(name) > 5 for name in "abcd")
+    assert all(new in (old, "e") for old, new in zip(before, after, strict=True))
+    assert after.count("e") > 3
+
+
 @pytest.mark.parametrize(("wish", "expected"), [
     ({}, {"old", "new", "silent"}), ({"min_weight_version": 3}, {"new"}), ({"min_weight_version": 2}, {"old", "new"}),
     ({"weight_version": 2}, {"old"}), ({"weight_version": 3}, {"new"}),

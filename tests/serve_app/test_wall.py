@@ -27,6 +27,7 @@ from serve_app.router.keys import KeyRing
 from serve_app.router.numbers import RouterNumbers
 from serve_app.router.wall import HISTOGRAMS, NUMBERS, Wall, read_numbers, wall_data
 from serve_app.router.wall_routes import content_policy, wall_routes
+from serve_app.scaling_report import ScalingChange, ScalingReport
 from serve_app.settings import KeySource
 
 KEY = "user-0123456789abcdef"
@@ -207,5 +208,13 @@ def test_every_number_is_of_a_metric_there_is() -> None:
 
 def test_a_fleet_of_which_nothing_is_known_has_data_too() -> None:
     data = wall_data(FleetStatus(CommittedWeights(1), []), read_numbers([]), model="tiny", now=1.0)
-    assert (data.replicas, data.swaps, data.numbers.work_s) == ([], [], 0.0)
+    assert (data.replicas, data.swaps, data.scaling, data.numbers.work_s) == ([], [], [], 0.0)
     assert data.numbers.latencies["first_token"].counts == []
+
+
+def test_changes_of_the_number_of_replicas_are_shown_with_their_reasons() -> None:
+    changes = tuple(ScalingChange(n, float(n), n, n + 1, "work", f"much work {n}") for n in range(9, 0, -1))
+    status = FleetStatus(CommittedWeights(1), [], scaling=ScalingReport("a", changes))
+    shown = wall_data(status, read_numbers([]), model="tiny", now=1.0).scaling
+    assert (shown[0].before, shown[0].after, shown[0].reason) == (9, 10, "much work 9")
+    assert len(shown) == 6

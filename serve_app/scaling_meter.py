@@ -1,0 +1,31 @@
+"""Counts what the autoscaling policy has decided, each change once however often it is told."""
+
+from serve_app.metrics import Recorder
+from serve_app.scaling_report import ScalingReport
+
+DECISIONS = "pitstop_scaling_decisions_total"
+FAILURES = "pitstop_scaling_failures_total"
+
+
+class ScalingMeter:
+    """Keeps the latest report. For one event loop."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._num_counted = 0
+        self._num_failures = 0
+        self.report: ScalingReport | None = None
+        recorder.count(FAILURES, amount=0)
+
+    def take(self, report: ScalingReport) -> None:
+        """Takes the latest report; one from a policy that was started anew begins to count again."""
+        if self.report is not None and self.report.source != report.source:
+            self._num_counted = self._num_failures = 0
+        for change in report.changes:
+            if change.number > self._num_counted:
+                self._recorder.count(DECISIONS, change.direction, change.reason)
+        self._num_counted = max((change.number for change in report.changes), default=0)
+        self._recorder.count(FAILURES, amount=max(0, report.num_failures - self._num_failures))
+        self._num_failures = report.num_failures
+        self._recorder.set_gauge("pitstop_replicas_wanted", value=report.num_replicas)
+        self.report = report
