@@ -155,6 +155,10 @@ class FairLine(Generic[T]):
         """Gives how many tokens of this tenant wait."""
         return sum(place.num_tokens for place in self._of.get(tenant, ()))
 
+    def num_tenants(self, *, besides: str) -> int:
+        """Gives how many other tenants have something in line."""
+        return len(self._of.keys() - {besides})
+
     def tokens_before(self, tenant: str) -> int:
         """Gives how many tokens would be served before a new request of this tenant."""
         started = max(self._virtual, self._finished.get(tenant, 0.0))

@@ -39,6 +39,7 @@ class GenerateRequest:
     its own first, None for one that has ended; resume_version is the version that drew the latest of them, and the one
     that has to take it. excluded: replicas that have failed it, for others to be tried first. is_alone: replicas have
     died of it, maybe, so that it has to be alone on the one that takes it.
+    timeout_s: how long it may take from here on; None is as long as any request may.
     """
 
     request_id: str
@@ -53,6 +54,7 @@ class GenerateRequest:
     resume_version: int | None = None
     excluded: frozenset[str] = frozenset()
     is_alone: bool = False
+    timeout_s: float | None = None
 
     def accepts(self, version: int) -> bool:
         """Gives whether these weights may answer it."""

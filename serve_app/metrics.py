@@ -245,6 +245,15 @@ ROUTER_METRICS = (
     MetricSpec("pitstop_http_requests_total", "counter", "HTTP requests answered.", ("route", "status")),
     MetricSpec("pitstop_http_request_seconds", "histogram", "Duration of HTTP requests, streams included.", ("route",)),
     MetricSpec("pitstop_http_requests_in_flight", "gauge", "HTTP requests being answered."),
+    MetricSpec(
+        "pitstop_admissions_total",
+        "counter",
+        "Requests by what became of them before they were sent: at_once, waited, left, expired, or refused.",
+        ("outcome",),
+    ),
+    MetricSpec(
+        "pitstop_queued_tokens_at_router", "gauge", "Tokens of prompts and expected answers in line at the router."
+    ),
     MetricSpec("pitstop_requests_waiting_at_router", "gauge", "Requests that wait for their first token."),
     MetricSpec("pitstop_refusals_total", "counter", "Errors answered, by the code in the answer.", ("code",)),
     MetricSpec(

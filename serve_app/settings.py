@@ -264,7 +264,9 @@ class LimitSettings(Section):
     """What one application takes on at most.
 
     max_queued_requests: requests that may wait in one replica's engine; then callers get 429. Never unlimited here.
-    request_timeout_s: seconds a request may take in all, streaming included.
+    max_queued_tokens: tokens of prompts and expected answers that may wait in line at a router; a tenant with less than
+        its share of them may go beyond, up to twice as many. A million are half an hour of a replica on a small GPU.
+    request_timeout_s: seconds a request may take in all, streaming included; its own `timeout` may be shorter.
     version_wait_s: seconds a request waits for the weight version it asks for at least; 0 refuses it at once. A swap of
         a small model takes a second, and a trainer that asks for the next version asks shortly before its commit.
     max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
@@ -279,6 +281,7 @@ class LimitSettings(Section):
     """
 
     max_queued_requests: int = Field(default=512, ge=1)
+    max_queued_tokens: int = Field(default=1_000_000, ge=1)
     request_timeout_s: float = Field(default=600.0, gt=0)
     version_wait_s: float = Field(default=30.0, ge=0)
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)

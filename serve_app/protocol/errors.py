@@ -5,7 +5,11 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── AdminDisabled                   no admin key is configured
 ├── UnknownModel                    another model is asked for than the one served
 ├── BodyTooLarge                    the body is over `limits.max_body_bytes`
+├── InvalidRequest                  engine.errors
+│   └── DeadlineTooShort            not even an idle fleet would be done in the time that the request has
 ├── QueueFull                       engine.errors
+│   ├── LineFull                    too many tokens or requests wait at the router
+│   ├── TooLate                     the turn of the request would come after its timeout
 │   └── TenantLimit                 the tenant has as much under way as it may have
 ├── NoReplica                       no engine replica answers
 ├── ReplicaLost                     the replica died while it answered
@@ -27,6 +31,8 @@ PitstopError                        engine.errors draws the engine's part of the
 """
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
@@ -63,6 +69,25 @@ class UnknownModel(PitstopError):
 
 class BodyTooLarge(PitstopError):
     """The body of the request is over the limit."""
+
+
+class DeadlineTooShort(InvalidRequest):
+    """Not even an idle fleet would be done in time; the message says how long it takes."""
+
+
+class LineFull(QueueFull):
+    """Too much waits at the router already; retry_after_s: whole seconds after which there should be room."""
+
+    def __init__(self, message: str, num_waiting: int = 0, *, retry_after_s: int = 1) -> None:
+        super().__init__(message, num_waiting)
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), retry_after_s=self.retry_after_s), (str(self), self.num_waiting)
+
+
+class TooLate(LineFull):
+    """The turn of this request would come after its timeout, so it was not taken at all."""
 
 
 class TenantLimit(QueueFull):
@@ -149,6 +174,9 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     DuplicateRequest: ErrorRule(409, "invalid_request_error", "duplicate_request"),
     WeightVersionGone: ErrorRule(409, "invalid_request_error", "weight_version_gone"),
     QueueFull: ErrorRule(429, "overloaded_error", "queue_full"),
+    LineFull: ErrorRule(429, "overloaded_error", "queue_full"),
+    TooLate: ErrorRule(429, "overloaded_error", "too_late"),
+    DeadlineTooShort: ErrorRule(400, "invalid_request_error", "deadline_too_short"),
     TenantLimit: ErrorRule(429, "rate_limit_error", "tenant_limit"),
     EngineStopped: ErrorRule(503, "server_error", "engine_stopped"),
     EngineDead: ErrorRule(503, "server_error", "engine_dead"),

@@ -20,6 +20,8 @@ from serve_app.protocol.tools import ToolCall, ToolFields
 from serve_app.resume_point import MAX_TOKEN_BYTES
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
+"""Of what is a timeout at all; how long a request may take is a limit of the application."""
 """OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
 
 
@@ -128,8 +130,8 @@ class GenerationRequest(SamplingFields, StructureFields, ABC):
 
     Extensions: those of `SamplingFields`, structured_outputs, return_token_ids, cache_salt, session_id,
     min_weight_version (the least version of the weights that may answer), weight_version (the only one), priority
-    (smaller goes first), hints, truncate_prompt_tokens (keeps so many of its last tokens; -1 as many as fit). user is
-    the tenant.
+    (smaller goes first), hints, timeout (seconds until the last token; what cannot make it is refused at once),
+    truncate_prompt_tokens (keeps so many of its last tokens; -1 as many as fit). user is the tenant.
     """
 
     model: str
@@ -142,6 +144,7 @@ class GenerationRequest(SamplingFields, StructureFields, ABC):
     session_id: Label | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     hints: Hints | None = None
+    timeout: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), AfterValidator(_not_zero)] | None = None
     min_weight_version: WeightVersion | None = None
     weight_version: WeightVersion | None = None

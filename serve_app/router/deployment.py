@@ -97,15 +97,16 @@ class Router:
         min_weight_version: int | None = None,
         weight_version: int | None = None,
         resume: ResumePoint | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives the token events of one prompt: text, ids, or the messages of a chat.
 
         The first event has the ids of the prompt; the last one, alone, has a finish reason; with `num_return_sequences`
         that holds for each sequence, told apart by `index`. Cancelling the stream ends the request. structured: what
         answers have to follow, as vLLM's structured_outputs. resume: where the stream of this same request was cut;
-        what comes goes on from there. Raises the refusals of the engine before the first event, QueueFull,
-        WeightVersionUnavailable, NoReplica, ReplicaLost, DeadlineExceeded, and GenerationFailed after the
-        tokens that came before.
+        what comes goes on from there. timeout_s: until the last token; what cannot make it is refused at once. Raises
+        the refusals of the engine before the first event, QueueFull and its kinds, WeightVersionUnavailable, NoReplica,
+        ReplicaLost, DeadlineExceeded, and GenerationFailed after the tokens that came before.
         """
         most = (await self._service.fleet.limits()).max_model_len
         ask = Ask(
@@ -118,6 +119,7 @@ class Router:
             min_weight_version=min_weight_version,
             weight_version=weight_version,
             resume=resume,
+            timeout_s=timeout_s,
         )
         generation = await self._service.open(ask)
         try:

@@ -87,7 +87,7 @@ class Fleet:
         """Opens the stream of a request at the replica that routing chooses; its time counts from asked_at, or now."""
         return HandleStream(
             self._stream_engine.generate.remote(request),
-            timeout_s=self._request_timeout_s,
+            timeout_s=self._request_timeout_s if request.timeout_s is None else request.timeout_s,
             opened_at=asked_at,
             num_sequences=request.num_sequences,
         )

@@ -9,7 +9,6 @@ from engine import FinishReason, PitstopError, WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.protocol.errors import GenerationFailed
 from serve_app.resume_point import ResumePoint, ResumeTrail
-from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, Piece
 
 PROBE_AFTER_S = 5.0
@@ -60,18 +59,15 @@ class Generation:
         self.prompt_ids = prompt_ids
         self.latest_event: TokenEvent | None = None
 
-    async def prime(
-        self, admission: Admission, *, probe: Callable[[], Awaitable[object]], probe_after_s: float = PROBE_AFTER_S
-    ) -> None:
-        """Waits for the first event; raises QueueFull, what `probe` raises, and the refusals of the engine."""
-        with admission.place():
-            first = asyncio.ensure_future(self._read())
-            try:
-                while not (await asyncio.wait({first}, timeout=probe_after_s))[0]:
-                    await probe()
-                self._first = first.result()
-            finally:
-                first.cancel()
+    async def prime(self, *, probe: Callable[[], Awaitable[object]], probe_after_s: float = PROBE_AFTER_S) -> None:
+        """Waits for the first event; raises what refuses the request, and what `probe` raises."""
+        first = asyncio.ensure_future(self._read())
+        try:
+            while not (await asyncio.wait({first}, timeout=probe_after_s))[0]:
+                await probe()
+            self._first = first.result()
+        finally:
+            first.cancel()
 
     @property
     def first_version(self) -> int | None:

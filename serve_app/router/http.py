@@ -11,7 +11,15 @@ from starlette.responses import JSONResponse
 
 from engine import PitstopError, QueueFull
 from serve_app.metrics import Recorder
-from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, ErrorBody, ErrorDetail, Unauthorized, error_body, rule_of
+from serve_app.protocol.errors import (
+    INTERNAL_ERROR_MESSAGE,
+    ErrorBody,
+    ErrorDetail,
+    LineFull,
+    Unauthorized,
+    error_body,
+    rule_of,
+)
 from serve_app.router.admission import Admission
 from serve_app.router.edge import RequestMeter
 from serve_app.router.keys import KeyGate, KeyRing
@@ -44,7 +52,10 @@ def build_http(
     @app.exception_handler(PitstopError)
     async def answer_error(_: Request, error: PitstopError) -> Response:
         recorder.count("pitstop_refusals_total", rule_of(error).code)
-        headers = {"retry-after": str(admission.retry_after_s())} if isinstance(error, QueueFull) else {}
+        headers: dict[str, str] = {}
+        if isinstance(error, QueueFull):
+            retry_s = error.retry_after_s if isinstance(error, LineFull) else admission.retry_after_s()
+            headers["retry-after"] = str(retry_s)
         if isinstance(error, Unauthorized):
             headers["www-authenticate"] = "Bearer"
         return JSONResponse(error_body(error).model_dump(), status_code=rule_of(error).status, headers=headers)

@@ -36,6 +36,7 @@ RESUMABLE = (ReplicaLost, NoReplica, EngineDead, EngineStopped, QueueFull, Deadl
 """Errors of a stream after which it may go on elsewhere, or later."""
 DONE = b"data: [DONE]\n\n"
 ENGINE_NAMES = {
+    "timeout_s": "timeout",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sequence_bias": "logit_bias",
@@ -191,6 +192,7 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         grammar=body.grammar(),
         min_weight_version=body.min_weight_version,
         weight_version=body.weight_version,
+        timeout_s=body.timeout,
         route="chat" if isinstance(body, ChatRequest) else "completions",
     )
 

@@ -18,7 +18,7 @@ class RequestObserver:
 
     def __init__(self, recorder: Recorder, *, routing: Callable[[], RequestRouting | None]) -> None:
         """routing: gives what chooses replicas in this process, once there is one."""
-        self._recorder = recorder
+        self.recorder = recorder
         self._routing = routing
         self._lengths = OutputLengths()
         for kind in ("expected", "found"):
@@ -38,8 +38,8 @@ class RequestObserver:
         routing = self._routing()
         expected = None if routing is None else routing.take_expected_hit(request_id)
         if expected is not None:
-            self._recorder.count(HITS, "expected", amount=expected)
-            self._recorder.count(HITS, "found", amount=num_cached_tokens)
+            self.recorder.count(HITS, "expected", amount=expected)
+            self.recorder.count(HITS, "found", amount=num_cached_tokens)
 
     def note_ended(self, tenant: str | None, route: str, num_tokens: int) -> None:
         """Takes in the length of an answer that ended by itself."""

@@ -1,6 +1,7 @@
 """What the HTTP routes and the Python handle share: prompts in, generations out."""
 
 import asyncio
+import math
 import random
 import uuid
 from collections.abc import Sequence
@@ -11,10 +12,12 @@ from typing import Any
 
 from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.messages import GenerateRequest, Grammar
+from serve_app.prospect import Prospect
 from serve_app.protocol.parsing import shorten, validate
 from serve_app.protocol.requests import ChatRequest, Conversation, GenerationRequest, Message
 from serve_app.resume_point import ResumePoint, ResumeTrail
 from serve_app.router.admission import Admission
+from serve_app.router.admitted_events import AdmittedEvents
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.chat_style import chat_style
 from serve_app.router.fleet import Fleet
@@ -50,6 +53,8 @@ class Ask:
     grammar: Grammar | None = None
     min_weight_version: int | None = None
     weight_version: int | None = None
+    timeout_s: float | None = None
+    """Until its last token; None is as long as any request may take."""
     route: str = "handle"
     """By which it came: answers of one route have lengths of one kind."""
 
@@ -68,6 +73,7 @@ class Ask:
             raise InvalidRequest(f"stop is {shorten(self.rules.stop_strings)}; it must hold non-empty strings", "stop")
         _check_version("min_weight_version", self.min_weight_version)
         _check_version("weight_version", self.weight_version)
+        _check_timeout(self.timeout_s)
         if self.weight_version is not None and self.weight_version < (self.min_weight_version or 0):
             raise InvalidRequest(
                 f"weight_version is {self.weight_version} and min_weight_version is {self.min_weight_version}; no"
@@ -100,7 +106,12 @@ class GenerationService:
         self._observer = observer
         self.tenants = Tenants(settings.limits)
         self.in_flight = InFlight()
-        self.admission = Admission(settings.limits.max_queued_requests * settings.replicas.max)
+        self.admission = Admission(
+            settings.limits,
+            max_waiting=settings.limits.max_queued_requests * settings.replicas.max,
+            recorder=observer.recorder,
+            prospect=self._prospect,
+        )
 
     async def open(self, ask: Ask, *, first_index: int = 0) -> Generation:
         """Opens the generation; its owner primes it and closes it. Raises InvalidRequest and NoReplica.
@@ -108,6 +119,7 @@ class GenerationService:
         first_index: the number of its first answer among all of the request.
         There is no await once the stream is open, so a caller cannot be cancelled between opening and owning it.
         """
+        self._check_limit(ask.timeout_s)
         limits = await self.fleet.limits()
         wanted = ask.sampling.max_new_tokens
         least = 1 if wanted is None else wanted
@@ -152,19 +164,34 @@ class GenerationService:
             weight_version=ask.weight_version,
             resumed=ask.resume.tokens if ask.resume is not None and ask.resume.has_tokens else None,
             resume_version=None if ask.resume is None else ask.resume.version,
+            timeout_s=ask.timeout_s,
         )
-        stream = ResumingStream(self.fleet, request, settings=self._settings, watch=self._watch, meter=self._resumes)
+        admitted = AdmittedEvents(self.admission, request, self._open)
         return Generation(
-            self._observer.observe(MeteredEvents(stream, self._meter), request, route=ask.route),
+            self._observer.observe(MeteredEvents(admitted, self._meter), request, route=ask.route),
             answers,
             prompt_ids=ask.prompt_ids,
-            end_sequence=stream.end_sequence,
+            end_sequence=admitted.end_sequence,
             trail=trail,
         )
 
+    def _check_limit(self, timeout_s: float | None) -> None:
+        limit_s = self._settings.limits.request_timeout_s
+        if timeout_s is not None and timeout_s > limit_s:
+            raise InvalidRequest(
+                f"timeout_s is {timeout_s:g} and a request may take {limit_s:g} s in all; ask for less", "timeout_s"
+            )
+
+    def _prospect(self, request: GenerateRequest) -> Prospect | None:
+        routing = self.fleet.routing()
+        return None if routing is None else routing.prospect(request)
+
+    def _open(self, request: GenerateRequest) -> ResumingStream:
+        return ResumingStream(self.fleet, request, settings=self._settings, watch=self._watch, meter=self._resumes)
+
     async def prime(self, generation: Generation) -> None:
         """Waits for a place and the first token; raises whatever refuses the request."""
-        await generation.prime(self.admission, probe=self.fleet.probe_patiently)
+        await generation.prime(probe=self.fleet.probe_patiently)
 
     async def max_tokens(self, body: GenerationRequest) -> int | None:
         """Gives how many tokens the prompt of a request may have at most; None where it is cut to what fits."""
@@ -225,3 +252,11 @@ def _check_version(name: str, version: object) -> None:
     """Raises InvalidRequest for what came over a handle and is no version."""
     if version is not None and (type(version) is not int or version < 1):
         raise InvalidRequest(f"{name} is {shorten(version)}; it must be a weight version, 1 or more", name)
+
+
+def _check_timeout(timeout_s: object) -> None:
+    """Raises InvalidRequest for what came over a handle and is no time."""
+    if timeout_s is None:
+        return
+    if not isinstance(timeout_s, (int, float)) or not 0 < timeout_s < math.inf:
+        raise InvalidRequest(f"timeout_s is {shorten(timeout_s)}; it must be a number of seconds above 0", "timeout_s")

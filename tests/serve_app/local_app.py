@@ -50,6 +50,9 @@ class LocalFleet:
     ) -> "LocalStream":
         return LocalStream(self.manager, request, self.grammars)
 
+    def routing(self) -> None:
+        """One engine needs none."""
+
     async def end_sequence(self, sequence_id: str) -> None:
         self.manager.cancel_request(sequence_id, alone=True)
 

@@ -43,10 +43,18 @@ class ScriptedFleet:
     async def probe_patiently(self) -> None:
         pass
 
+    def routing(self) -> None:
+        pass
+
     async def status(self) -> FleetStatus:
         return FleetStatus(CommittedWeights(1), [])
 
-    def generate(self, request: GenerateRequest, *, asked_at: float | None = None) -> "ScriptedEvents":  # noqa: ARG002
+    def generate(
+        self,
+        request: GenerateRequest,
+        *,
+        asked_at: float | None = None,  # noqa: ARG002  # the interface of a fleet
+    ) -> "ScriptedEvents":
         self.requests.append(request)
         return ScriptedEvents(request, self._ids)
 

@@ -58,6 +58,7 @@ def test_labels_are_only_those_with_few_values() -> None:
         "phase",
         "router",
         "kind",
+        "direction",
     }
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from engine import QueueFull, WeightSpan
+from engine import WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.protocol.errors import GenerationFailed, NoReplica
-from serve_app.router.admission import Admission
 from serve_app.router.answer import Answer, Piece, TextRules
 from serve_app.router.deployment import _token_events
 from serve_app.router.generation import Generation
@@ -140,7 +139,7 @@ async def test_every_token_has_one_version_however_weights_and_events_fall(
         ]
         answer = Answer(tokenizer, TextRules(tuple(stops)))
         generation = Generation(Events(events), [answer], prompt_ids=[1])  # type: ignore[arg-type]
-        await generation.prime(Admission(1), probe=never_asked)
+        await generation.prime(probe=never_asked)
         handed_out = [event async for event in _token_events(generation)]
         expected = version_of[: answer.num_tokens]
         assert versions_in(answer.weight_versions) == expected
@@ -189,10 +188,8 @@ async def test_a_request_without_a_replica_is_refused_by_the_probe(tokenizer: To
     async def probe() -> None:
         raise NoReplica("none")
 
-    admission = Admission(1)
     with pytest.raises(NoReplica):
-        await generation_of(tokenizer, []).prime(admission, probe=probe, probe_after_s=0.001)
-    assert admission.num_waiting == 0
+        await generation_of(tokenizer, []).prime(probe=probe, probe_after_s=0.001)
 
 
 async def test_a_request_that_only_waits_goes_on_waiting(tokenizer: Tokenizer) -> None:
@@ -204,14 +201,14 @@ async def test_a_request_that_only_waits_goes_on_waiting(tokenizer: Tokenizer) -
 
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
-            await generation_of(tokenizer, []).prime(Admission(1), probe=probe, probe_after_s=0.001)
+            await generation_of(tokenizer, []).prime(probe=probe, probe_after_s=0.001)
     assert num_probes > 1
 
 
 async def test_a_failed_request_gives_its_tokens_and_then_the_reason(tokenizer: Tokenizer) -> None:
     event = TokenEvent("r", tokenizer.encode("ab"), finish_reason="failed", error="not finite")
     generation = generation_of(tokenizer, [event])
-    await generation.prime(Admission(1), probe=never_asked)
+    await generation.prime(probe=never_asked)
     assert [piece.text for piece in await anext(generation)] == ["ab"]
     with pytest.raises(GenerationFailed, match="not finite"):
         await anext(generation)
@@ -232,7 +229,7 @@ async def test_a_sequence_that_meets_a_stop_string_ends_alone(tokenizer: Tokeniz
     answers = [Answer(tokenizer, TextRules(("stop",)), index=index) for index in (4, 5)]
     source: Any = Events([first, second, last])
     generation = Generation(source, answers, end_sequence=end)
-    await generation.prime(Admission(1), probe=never_asked)
+    await generation.prime(probe=never_asked)
     pieces = await read_all(generation)
     assert [(piece.index, piece.text, piece.finish_reason) for piece in pieces] == [
         (4, "a ", "stop"), (5, "c", None), (5, "d", None), (5, "e", "length"),
@@ -244,17 +241,7 @@ async def test_a_sequence_that_meets_a_stop_string_ends_alone(tokenizer: Tokeniz
 async def test_pieces_end_with_the_finish_reason(tokenizer: Tokenizer) -> None:
     events = events_of(random.Random(1), tokenizer.encode("the end"), reason="stop", wants_logprobs=False)
     generation = generation_of(tokenizer, events)
-    await generation.prime(Admission(1), probe=never_asked)
+    await generation.prime(probe=never_asked)
     pieces = await read_all(generation)
     assert "".join(piece.text for piece in pieces) == "the end"
     assert [piece.finish_reason for piece in pieces[-1:]] == ["stop"]
-
-
-def test_places_are_bounded_and_given_back() -> None:
-    admission = Admission(2)
-    with admission.place(), admission.place():
-        with pytest.raises(QueueFull) as caught, admission.place():
-            pytest.fail("there were two places")
-        assert caught.value.num_waiting == 2
-    assert admission.num_waiting == 0
-    assert 1 <= admission.retry_after_s() <= 60
