@@ -108,6 +108,8 @@ class Fleet:
         try:
             return await self.probe()
         except NoReplica:
+            if await self._is_asleep():
+                raise
             return await self.probe()
 
     async def probe(self) -> int:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 MODEL = "tiny"
 PAGE = 16
 NUM_ASKS = 6
-FEW = SamplingParams(max_new_tokens=4, temperature=0, ignore_eos=True)
+FEW = SamplingParams(max_new_tokens=4, temperature=0)
 
 
 @pytest.fixture(scope="module")

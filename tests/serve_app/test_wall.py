@@ -28,7 +28,7 @@ from serve_app.router.numbers import RouterNumbers
 from serve_app.router.wall import HISTOGRAMS, NUMBERS, Wall, read_numbers, wall_data
 from serve_app.router.wall_routes import content_policy, wall_routes
 from serve_app.scaling_report import ScalingChange, ScalingReport
-from serve_app.settings import KeySource
+from serve_app.settings import KeySource, LimitSettings
 
 KEY = "user-0123456789abcdef"
 PAGE = files("serve_app.router").joinpath("wall.html").read_text()
@@ -66,13 +66,17 @@ class FakeFleet:
 
 
 def make_wall(fleet: Any) -> Wall:
-    return Wall(fleet, RouterNumbers(Recorder(ROUTER_METRICS), Admission(10)), model="tiny")
+    recorder = Recorder(ROUTER_METRICS)
+    admission = Admission(LimitSettings(), max_waiting=10, recorder=recorder)
+    return Wall(fleet, RouterNumbers(recorder, admission), model="tiny")
 
 
 def make_app(*, keys: str = "") -> FastAPI:
     ring = KeyRing(KeySource(keys), what="API key")
     routes = wall_routes(make_wall(FakeFleet()))
-    return build_http([routes], recorder=Recorder(ROUTER_METRICS), admission=Admission(10), keys=ring)
+    recorder = Recorder(ROUTER_METRICS)
+    admission = Admission(LimitSettings(), max_waiting=10, recorder=recorder)
+    return build_http([routes], recorder=recorder, admission=admission, keys=ring)
 
 
 def client_of(app: FastAPI) -> httpx.AsyncClient:
