@@ -438,6 +438,18 @@ ROUTER = Dashboard(
                     _by("reason", "pitstop_routing_decisions_total"),
                 ),
                 Panel(
+                    "Prefixes found",
+                    PER_SECOND,
+                    "Prompt tokens a second that the chosen replica was expected to have cached, and that it had.",
+                    _by("kind", "pitstop_routing_hit_tokens_total"),
+                ),
+                Panel(
+                    "Admission",
+                    REQUESTS,
+                    "Requests a second by what became of them before they were sent.",
+                    _by("outcome", "pitstop_admissions_total"),
+                ),
+                Panel(
                     "Waiting at the routers",
                     COUNT,
                     "Requests without a first token.",
@@ -479,11 +491,23 @@ ROUTER = Dashboard(
                     (("{{state}}", "sum by (state) (@pitstop_replicas)"),),
                 ),
                 Panel(
+                    "Decisions of scaling",
+                    COUNT,
+                    "Changes of the number of replicas in the interval, by what decided.",
+                    (
+                        (
+                            "{{direction}} {{reason}}",
+                            f"sum by (direction, reason) (increase(@pitstop_scaling_decisions_total{RATE}))",
+                        ),
+                    ),
+                ),
+                Panel(
                     "Replicas that the work asks for",
                     COUNT,
                     "Work of the fleet over the target of one replica, beside those alive.",
                     (
                         ("asked for", "sum(@pitstop_work_seconds) / max(@pitstop_work_target_seconds)"),
+                        ("wanted", "max(@pitstop_replicas_wanted)"),
                         ("alive", "sum(@pitstop_engine_alive)"),
                     ),
                 ),

@@ -77,7 +77,7 @@ class WeightController:
             kill=_kill_engine,
         )
         self._drains = Drains(status=self._weights.status, call_all=_call_engines, kill=_kill_engine)
-        self._scaling = ScalingMeter(recorder)
+        self._scaling = ScalingMeter(recorder, num_replicas=settings.replicas.min)
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
             settings.weights.store_folder(application),

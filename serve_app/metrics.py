@@ -210,7 +210,7 @@ REPLICA_METRICS = (
 CONTROLLER_METRICS = (
     MetricSpec("pitstop_committed_weight_version", "gauge", "Weight version that every replica has to serve."),
     MetricSpec("pitstop_replicas", "gauge", "Replicas that report to the controller, by state.", ("state",)),
-    MetricSpec("pitstop_replicas_wanted", "gauge", "Replicas that the autoscaling policy asks for."),
+    MetricSpec("pitstop_replicas_wanted", "gauge", "Replicas that there should be."),
     MetricSpec(
         "pitstop_scaling_decisions_total",
         "counter",

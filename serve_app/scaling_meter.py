@@ -6,16 +6,20 @@ from serve_app.scaling_report import ScalingReport
 DECISIONS = "pitstop_scaling_decisions_total"
 FAILURES = "pitstop_scaling_failures_total"
 
+WANTED = "pitstop_replicas_wanted"
+
 
 class ScalingMeter:
     """Keeps the latest report. For one event loop."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, *, num_replicas: int) -> None:
+        """num_replicas: what is wanted before the policy has said anything, and for good where there is none."""
         self._recorder = recorder
         self._num_counted = 0
         self._num_failures = 0
         self.report: ScalingReport | None = None
         recorder.count(FAILURES, amount=0)
+        recorder.set_gauge(WANTED, value=num_replicas)
 
     def take(self, report: ScalingReport) -> None:
         """Takes the latest report; one from a policy that was started anew begins to count again."""
@@ -27,5 +31,5 @@ class ScalingMeter:
         self._num_counted = max((change.number for change in report.changes), default=0)
         self._recorder.count(FAILURES, amount=max(0, report.num_failures - self._num_failures))
         self._num_failures = report.num_failures
-        self._recorder.set_gauge("pitstop_replicas_wanted", value=report.num_replicas)
+        self._recorder.set_gauge(WANTED, value=report.num_replicas)
         self.report = report

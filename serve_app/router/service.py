@@ -1,6 +1,7 @@
 """What the HTTP routes and the Python handle share: prompts in, generations out."""
 
 import asyncio
+import logging
 import math
 import random
 import uuid
@@ -30,6 +31,8 @@ from serve_app.router.tenants import Tenants
 from serve_app.router.version_meter import MeteredEvents, VersionMeter
 from serve_app.settings import AppSettings
 from serve_app.text import Tokenizer
+
+logger = logging.getLogger("ray.serve.pitstop")
 
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised in a thread: this many take about 10 ms, which every stream of the router would feel."""
@@ -184,7 +187,15 @@ class GenerationService:
 
     def _prospect(self, request: GenerateRequest) -> Prospect | None:
         routing = self.fleet.routing()
-        return None if routing is None else routing.prospect(request)
+        if routing is None:
+            return None
+        try:
+            return routing.prospect(request)
+        except Exception:
+            # An estimate is worth no request.
+            routing.reasons["fallback"] += 1
+            logger.exception("event=prospect_failed fallback=unknown")
+            return None
 
     def _open(self, request: GenerateRequest) -> ResumingStream:
         return ResumingStream(self.fleet, request, settings=self._settings, watch=self._watch, meter=self._resumes)

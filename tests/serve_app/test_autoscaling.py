@@ -115,7 +115,8 @@ def test_a_report_that_cannot_be_sent_changes_no_decision() -> None:
 
 def test_each_change_is_counted_once_and_a_new_policy_counts_again() -> None:
     recorder = Recorder(CONTROLLER_METRICS)
-    meter = ScalingMeter(recorder)
+    meter = ScalingMeter(recorder, num_replicas=2)
+    assert "pitstop_replicas_wanted 2.0" in recorder.expose()
     first, second = (ScalingChange(number, 0.0, number, number + 1, "work", "much work") for number in (1, 2))
     for changes in ((first,), (first,), (second, first), (second, first)):
         meter.take(ScalingReport("a", changes, num_replicas=3, num_failures=2))
