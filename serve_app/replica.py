@@ -368,7 +368,7 @@ class EngineReplica:
     async def _events(self, stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
         timer = RequestTimer(self._recorder, stream, replica=self._rank)
         while not stream.is_over():
-            event = await stream.read()
+            event = await stream.read(apart_s=self._apart_s())
             if any(each.finish_reason == FinishReason.FAILED for each in (event, *event.more)):
                 # Alone, or with the whole engine? Then it goes on elsewhere.
                 self._check_engine()
@@ -377,6 +377,11 @@ class EngineReplica:
                 self._manager.check_health()
             timer.take(event)
             yield event
+
+    def _apart_s(self) -> float:
+        """Seconds between two events of a stream, at least: no more than so many leave this replica."""
+        most = self._settings.replicas.max_events_per_s
+        return 0.0 if most is None else len(self._streams) / most
 
     def _exposition(self) -> str:
         """Gives the numbers as they are; for any thread."""

@@ -45,6 +45,9 @@ class ReplicaSettings(Section):
         replicas, at least one.
     max_ongoing_requests: requests that Serve hands to one replica. Far above what an engine holds, because Serve's own
         queue polls with back-off while the engine's does not; it also has to leave room for control calls.
+    max_events_per_s: pieces of streams that one replica sends a second, at most: each costs Ray and the router about a
+        millisecond of processor time, which the engine lacks on a small machine. Where many streams are open, several
+        of their tokens then come together; a first token and an end are sent at once. None sends each by itself.
     graceful_shutdown_timeout_s: seconds a leaving replica has to finish its streams before they are cut. They go on at
         other replicas at once; where there is none they need as long as a request may take
         (`limits.request_timeout_s`).
@@ -58,6 +61,7 @@ class ReplicaSettings(Section):
     num_gpus: float = Field(default=0, ge=0)
     torch_threads: int | None = Field(default=None, ge=1)
     max_ongoing_requests: int = Field(default=10_000, ge=16)
+    max_events_per_s: float | None = Field(default=None, gt=0)
     graceful_shutdown_timeout_s: float = Field(default=600.0, ge=0)
     health_check_period_s: float = Field(default=5.0, gt=0)
     health_check_timeout_s: float = Field(default=30.0, gt=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 
 from engine import FinishReason, GenerationOutput, TopLogprobs, WeightSpan, sequence_ids
 from serve_app.expected_work import expected_work
@@ -29,6 +30,9 @@ class TokenStream:
         self._expected_tokens = expected_work(request).decode_tokens
         self._moves_because: str | None = None
         self._wake = asyncio.Event()
+        self._may_not_wait = asyncio.Event()
+        """Set when an output has ended, which nobody keeps from its client."""
+        self._read_at: float | None = None
         self.num_prompt_tokens = len(request.prompt_ids)
         self.num_resumed_tokens = request.num_resumed_tokens
         self.arrived_at = time.perf_counter()
@@ -59,33 +63,48 @@ class TokenStream:
                 self.queued_s = output.lifespan[0] - output.created_time
             self.num_tokens += len(output.new_tokens)
             self._wake.set()
+            if output.is_finished():
+                self._may_not_wait.set()
 
     def fail(self, error: str) -> None:
         """Ends the stream with an error when the engine can no longer do so itself."""
         for sequence in self._sequences.values():
             sequence.fail(error)
         self._wake.set()
+        self._may_not_wait.set()
 
     def move(self, reason: str) -> None:
         """Has the reader go on at another replica."""
         self._moves_because = reason
         self._wake.set()
+        self._may_not_wait.set()
 
-    async def read(self) -> TokenEvent:
+    async def read(self, *, apart_s: float = 0.0) -> TokenEvent:
         """Gives everything since the last read in one event; waits while there is nothing.
 
+        apart_s: seconds from one event to the next, at least; neither the first nor an ending waits for that.
         Raises ReplicaDraining once it has to move; what was not read by then is generated again elsewhere.
         """
         await self._wake.wait()
+        await self._wait_until(self._read_at and self._read_at + apart_s)
         if self._moves_because is not None:
             raise ReplicaDraining(self._moves_because)
+        self._read_at = time.perf_counter()
         self._wake.clear()
+        self._may_not_wait.clear()
         first, *more = [sequence.event() for sequence in self._sequences.values() if sequence.has_news]
         for event in (first, *more):
             if event.finish_reason is not None:
                 del self._sequences[self.sequence_ids[event.index]]
         first.more.extend(more)
         return first
+
+    async def _wait_until(self, moment: float | None) -> None:
+        wait_s = 0.0 if moment is None else moment - time.perf_counter()
+        if wait_s > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._may_not_wait.wait()
 
 
 class _Sequence:

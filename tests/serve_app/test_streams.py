@@ -107,3 +107,35 @@ async def test_several_sequences_share_an_event_and_end_one_by_one() -> None:
     event = await opened.read()
     assert [(each.index, each.finish_reason) for each in (event, *event.more)] == [(1, "failed"), (2, "failed")]
     assert opened.is_over()
+
+
+async def test_events_keep_apart_but_for_the_first_and_an_ending() -> None:
+    opened = stream()
+    opened.deliver(output([1], (WeightSpan(1, 0, 1),)))
+    assert (await opened.read(apart_s=3600.0)).token_ids == [1]
+    opened.deliver(output([2], (WeightSpan(1, 0, 2),)))
+    reading = asyncio.ensure_future(opened.read(apart_s=3600.0))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not reading.done()
+    opened.deliver(output([3], (WeightSpan(1, 0, 3),), ended=FinishReason.LENGTH))
+    event = await asyncio.wait_for(reading, DEADLINE_S)
+    assert (event.token_ids, event.finish_reason) == ([2, 3], "length")
+
+
+async def test_events_that_had_to_keep_apart_come_by_themselves() -> None:
+    opened = stream()
+    opened.deliver(output([1], (WeightSpan(1, 0, 1),)))
+    await opened.read(apart_s=0.05)
+    opened.deliver(output([2], (WeightSpan(1, 0, 2),)))
+    event = await asyncio.wait_for(opened.read(apart_s=0.05), DEADLINE_S)
+    assert event.token_ids == [2]
+
+
+async def test_a_failure_does_not_wait_for_its_turn() -> None:
+    opened = stream()
+    opened.deliver(output([1], (WeightSpan(1, 0, 1),)))
+    await opened.read(apart_s=3600.0)
+    opened.fail("the engine has died")
+    event = await asyncio.wait_for(opened.read(apart_s=3600.0), DEADLINE_S)
+    assert (event.finish_reason, event.error) == ("failed", "the engine has died")
