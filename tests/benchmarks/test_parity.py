@@ -11,6 +11,8 @@ from tests.serve_app.tiny_model import make_model_folder
 
 LIMIT = 1e-5
 """Mean absolute difference in nats, float32 on a CPU."""
+BFLOAT16_LIMIT = 4e-3
+"""Likewise: what rounding one number to bfloat16 may change of it, 2^-8 of its value."""
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,14 @@ def test_rollouts_agree_with_the_trainer_before_and_after_a_swap(folder: str) ->
         assert found.num_cached_tokens > 0
         assert found.mean < LIMIT
         assert found.largest < 100 * LIMIT
+
+
+def test_in_bfloat16_rollouts_agree_to_its_own_rounding(folder: str) -> None:
+    for found in measure(folder, dtype="bfloat16", in_flight="recompute", num_prompts=8, num_new_tokens=96):
+        assert len(found.absolute) > 96
+        assert found.num_cached_tokens > 0
+        assert LIMIT < found.mean < BFLOAT16_LIMIT
+        assert found.largest < 50 * BFLOAT16_LIMIT
 
 
 def test_keys_and_values_kept_over_a_swap_are_not_the_trainers(folder: str) -> None:

@@ -28,6 +28,7 @@ from engine import (
     EngineStopped,
     FinishReason,
     InvalidRequest,
+    NotFinished,
     ParkedLoop,
     RequestStatus,
     SamplingParams,
@@ -244,7 +245,7 @@ def test_who_does_not_finish_in_time_keeps_the_old_weights(model: PreTrainedMode
         gate = StepGate(model)
         first = begun(manager, gate)
         waiting = manager.add_request(OTHER, max_new_tokens=NUM_NEW)
-        with pytest.raises(WeightsError, match=r"the running requests did not finish within 0\.01 s"):
+        with pytest.raises(NotFinished, match=r"the running requests did not finish within 0\.01 s"):
             manager.commit_weights(staged, in_flight="finish", finish_timeout_s=0.01)
         gate.open()
         assert result_of(manager, first).generated_tokens == answer(1)

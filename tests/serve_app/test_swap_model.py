@@ -70,7 +70,10 @@ class FleetMachine(RuleBasedStateMachine):
     def somebody_swaps(self, path: str, data: st.DataObject, verify: bool) -> None:
         strategy = data.draw(st.sampled_from(self.strategies))
         on_failure = data.draw(st.sampled_from(("continue", "rollback"))) if strategy == "rolling" else "continue"
-        self.asked.append(self.fleet.swap(path, strategy=strategy, on_failure=on_failure, verify=verify))
+        in_flight = data.draw(st.sampled_from(("keep", "finish"))) if strategy == "rolling" else "keep"
+        self.asked.append(
+            self.fleet.swap(path, strategy=strategy, on_failure=on_failure, verify=verify, in_flight=in_flight)
+        )
         self.fleet.pass_time(0)
 
     @precondition(lambda self: self.fleet.weights is not None)
@@ -124,8 +127,15 @@ class FleetMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.names)
     @rule(data=st.data())
+    def a_replica_has_long_requests(self, data: st.DataObject) -> None:
+        self.fleet.replicas[data.draw(st.sampled_from(self.names))].engine.is_busy = True
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
     def a_replica_is_mended(self, data: st.DataObject) -> None:
-        self.fleet.replicas[data.draw(st.sampled_from(self.names))].engine.fails_to.clear()
+        engine = self.fleet.replicas[data.draw(st.sampled_from(self.names))].engine
+        engine.fails_to.clear()
+        engine.is_busy = False
 
     @precondition(lambda self: self.fleet.weights is not None)
     @rule()
@@ -185,6 +195,7 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in fleet.replicas.values():
             replica.awake.set()
             replica.engine.fails_to.clear()
+            replica.engine.is_busy = False
         if fleet.weights is None:
             fleet.start_controller()
         fleet.pass_time(QUIET_S)
