@@ -13,6 +13,7 @@ COLOURS = {
     "ours": "#d62728",
     "power of two": "#1f77b4",
     "cache-aware": "#2ca02c",
+    "cache-aware tuned": "#98df8a",
     "round robin": "#7f7f7f",
     "oracle": "#000000",
     "ours without prefixes": "#ff9896",
