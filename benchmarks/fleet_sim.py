@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import report
-from benchmarks.fleet import plots
+from benchmarks.fleet import decisions, plots
 from benchmarks.fleet.routers import ROUTERS
 from benchmarks.fleet.scaled import simulate_scaled
 from benchmarks.fleet.simulation import Case, Outcome, simulate
@@ -26,7 +26,7 @@ from benchmarks.fleet.traffic import Scale, load, scales
 from serve_app.scaling import ScalingTargets
 
 WORKLOADS = ("chat", "agents", "rollouts", "bursts")
-PARTS = ("grid", "delays", "routers", "sizes", "crash", "rates", "scaling")
+PARTS = ("grid", "delays", "routers", "sizes", "crash", "rates", "scaling", "decision")
 BASELINE = "power of two"
 COMPARED = ("ours", "power of two", "cache-aware", "round robin", "oracle")
 TURNS = {"chat": 120, "agents": 60, "rollouts": 500, "bursts": 120}
@@ -50,6 +50,12 @@ def main() -> None:
     for part in arguments.parts:
         if part == "scaling":
             _scale_up_and_down(arguments, scale)
+            continue
+        if part == "decision":
+            print("\n## decision\n\n| replicas | p10 | p50 | p90 |\n|---|---|---|---|")
+            for size in SIZES:
+                shares = np.quantile(decisions.measure(size, scale), [0.1, 0.5, 0.9])
+                print(f"| {size} | " + " | ".join(f"{share:.0f} us" for share in shares) + " |", flush=True)
             continue
         cases = _cases(part, arguments)
         print(f"\n## {part}\n\n{_HEADING}", flush=True)
