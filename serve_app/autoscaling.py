@@ -73,7 +73,8 @@ class WorkPolicy:
         if before is None or before == target:
             return
         latest = self._latest
-        if latest is not None and latest.num_replicas == target:
+        # Serve goes from several replicas to none over one.
+        if latest is not None and (before < target <= latest.num_replicas or before > target >= latest.num_replicas):
             reason, why = latest.reason.value, latest.why
         elif before == 0:
             reason, why = ScalingReason.WAKE.value, "a request came while no replica ran"

@@ -184,14 +184,27 @@ def _need(load: FleetLoad, targets: ScalingTargets, current: int, state: Scaling
     """Gives what the load needs now: by each target, and what the most demanding of them says."""
     if state.idle_since is not None and targets.minimum == 0 and now - state.idle_since >= targets.idle_s:
         return _Need(0, ScalingReason.IDLE, f"no request for {now - state.idle_since:.0f} s")
-    wants = _wants(load, targets, state)
-    size, reason, why = max(wants, key=lambda want: want[0])
-    # A smaller fleet has to hold the load with room to spare.
-    needed = ceil(size) if size > current - 1 else min(current, ceil(size / LEAST_ROOM))
-    return _Need(max(1, needed), reason, why)
+    wants = [want.need(current) for want in _wants(load, targets, state)]
+    needed = max(wants, key=lambda need: need.num_replicas)
+    return replace(needed, num_replicas=max(1, needed.num_replicas))
 
 
-def _wants(load: FleetLoad, targets: ScalingTargets, state: ScalingState) -> list[tuple[float, ScalingReason, str]]:
+@dataclass(frozen=True, slots=True)
+class _Want:
+    """What one target asks for: so many replicas, but never more than `most`."""
+
+    size: float
+    reason: ScalingReason
+    why: str
+    most: float = inf
+
+    def need(self, current: int) -> _Need:
+        # A smaller fleet has to hold the load with room to spare.
+        needed = ceil(self.size) if self.size > current - 1 else min(current, ceil(self.size / LEAST_ROOM))
+        return _Need(ceil(min(needed, self.most)), self.reason, self.why)
+
+
+def _wants(load: FleetLoad, targets: ScalingTargets, state: ScalingState) -> list[_Want]:
     num_requests = load.num_requests + load.waiting_elsewhere
     queued_s = load.prefill_tokens * load.token_s
     batch = load.max_running
@@ -204,7 +217,7 @@ def _wants(load: FleetLoad, targets: ScalingTargets, state: ScalingState) -> lis
         (num_requests / batch, ScalingReason.TOKEN_TIME, f"{num_requests:g} requests, {batch:g} a replica are quick"),
         (load.work_s / targets.work_s, ScalingReason.WORK, f"{load.work_s:.1f} s of work are there"),
     ]
-    wants = [(min(size, num_requests), reason, why) for size, reason, why in by_load]
+    wants = [_Want(size, reason, why, most=num_requests) for size, reason, why in by_load]
     used = load.kv_usage * load.num_replicas
     # Of steady growth the quick average is one smoothing time behind and the slow one three.
     growth = max(0.0, state.rate - state.slow_rate) / (2 * TREND_SMOOTHING_S)
@@ -212,8 +225,8 @@ def _wants(load: FleetLoad, targets: ScalingTargets, state: ScalingState) -> lis
     # No trend goes on for ever: at most twice what comes in now.
     ahead = min(ahead, 2.0 * state.rate)
     wants += [
-        (used / targets.kv_usage, ScalingReason.KV_PRESSURE, f"{load.kv_usage:.0%} of the cache are held"),
-        (ahead / targets.utilisation, ScalingReason.ARRIVALS, f"{ahead:.2f} s of work are expected a second"),
+        _Want(used / targets.kv_usage, ScalingReason.KV_PRESSURE, f"{load.kv_usage:.0%} of the cache are held"),
+        _Want(ahead / targets.utilisation, ScalingReason.ARRIVALS, f"{ahead:.2f} s of work are expected a second"),
     ]
     return wants
 

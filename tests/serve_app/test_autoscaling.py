@@ -91,6 +91,10 @@ def test_what_others_decide_is_told_as_theirs() -> None:
     ask(context({}, target=1))
     ask(context({}, target=4))
     assert [change.reason for change in told[-1].changes] == ["config", "wake", "idle"]
+    ask(context({}, target=4))
+    ask(context({}, target=1))
+    ask(context({}, target=0))
+    assert [change.reason for change in told[-1].changes[:2]] == ["idle", "idle"]
     for target in [1, 2] * MAX_CHANGES:
         ask(context({}, target=target))
     assert len(told[-1].changes) == MAX_CHANGES

@@ -33,7 +33,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "engine": {"page_size": 16, "num_blocks": 4096},
             "replicas": {"min": 0, "max": MAX_REPLICAS, "num_cpus": 0.25, "torch_threads": 1},
             "autoscaling": {
-                "target_work_s": 2.0,
+                "target_work_s": 0.5,
                 "target_token_time_s": 1.0,
                 "target_utilisation": 1.0,
                 "startup_s": 0,

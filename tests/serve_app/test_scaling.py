@@ -164,3 +164,9 @@ def test_any_walk_stays_within_its_limits_and_says_why(seed: int) -> None:
         assert decision.why
         if decision.reason in (ScalingReason.PENDING, ScalingReason.STEADY, ScalingReason.LIMIT):
             assert len(walk.sizes) < 2 or walk.sizes[-1] == walk.sizes[-2]
+
+
+def test_a_fleet_shrinks_to_one_replica_for_one_long_request() -> None:
+    load = FleetLoad(num_replicas=3, num_requests=1, work_s=1000.0, decode_tokens=10_000)
+    targets = ScalingTargets(minimum=1, maximum=3, down_after_s=0.0)
+    assert decide(load, targets, current=3, now=1.0, state=ScalingState()).num_replicas == 1
