@@ -70,6 +70,7 @@ class Pitstop:
         min_weight_version: int | None = None,
         weight_version: int | None = None,
         resume: ResumePoint | None = None,
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[TokenEvent, None]:
         """Gives token events as they come; the first has the prompt's ids, the last, alone, a finish reason.
 
@@ -82,6 +83,7 @@ class Pitstop:
 
         Where the router that answers is lost, the stream goes on at another one by itself, with the same tokens.
         resume: the point of a stream of this same request that was cut (`ResumeTrail.point`), to go on from there.
+        timeout_s: until the last token; raises TooLate or DeadlineTooShort at once where that cannot be.
         """
         ask = partial(
             self._stream_handle.generate.remote,
@@ -93,6 +95,7 @@ class Pitstop:
             structured=structured,
             min_weight_version=min_weight_version,
             weight_version=weight_version,
+            timeout_s=timeout_s,
         )
         events = resumed_stream(ask, resume, num_sequences=_num_sequences(sampling), timeout_s=self._timeout_s)
         async with aclosing(events):

@@ -47,6 +47,7 @@ class SyncPitstop:
         min_weight_version: int | None = None,
         weight_version: int | None = None,
         resume: ResumePoint | None = None,
+        timeout_s: float | None = None,
     ) -> Iterator[TokenEvent]:
         """Gives token events as `Pitstop.generate` does; leaving the loop ends the request in the engine."""
         events = self._pitstop.generate(
@@ -59,6 +60,7 @@ class SyncPitstop:
             min_weight_version=min_weight_version,
             weight_version=weight_version,
             resume=resume,
+            timeout_s=timeout_s,
         )
         try:
             while (event := self._wait(_next(events))) is not None:

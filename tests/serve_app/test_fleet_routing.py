@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine import SamplingParams, WorkloadHints
+from engine import InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.client import connect
 from serve_app.settings import parse_settings
 from tests.serve_app.running_app import APP_NAME, http_client, running_app
@@ -136,3 +136,12 @@ async def is_idle(http: httpx.AsyncClient) -> bool:
     found = await numbers(http)
     gauges = ("requests_running", "requests_waiting", "requests_waiting_at_router", "queued_tokens_at_router")
     return not any(found[f"pitstop_{gauge}"] for gauge in gauges)
+
+
+async def test_a_handle_may_ask_for_an_answer_in_time(http: httpx.AsyncClient) -> None:
+    pitstop = connect(APP_NAME)
+    events = [event async for event in pitstop.generate([1, 2, 3], FEW, timeout_s=30.0)]
+    assert events[-1].finish_reason == "length"
+    for timeout_s in (0.0, 10**9):
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            await anext(pitstop.generate([1, 2, 3], FEW, timeout_s=timeout_s))
