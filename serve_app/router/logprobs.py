@@ -85,10 +85,14 @@ class LogprobWriter:
         )
 
     def _choices(self, token_id: int, logprob: float, top: TopLogprobs) -> dict[str, float]:
-        """Gives the most likely tokens and, as OpenAI does, the token itself; of two with one text the likelier."""
+        """Gives the most likely tokens and, as OpenAI does, the token itself.
+
+        Several may read alike, parts of characters above all: the likeliest keeps the text, the others have their ids.
+        """
         found: dict[str, float] = {}
-        for other, value in (*top, (token_id, logprob)):
-            found.setdefault(self._name(other), _finite(value))
+        for other, value in {**dict(top), token_id: logprob}.items():
+            name = self._name(other)
+            found[f"token_id:{other}" if name in found else name] = _finite(value)
         return found
 
     def _name(self, token_id: int) -> str:
