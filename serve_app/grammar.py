@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled to the engine's constraints in a thread of their own. Knows nothing of Ray.
+"""Grammars of requests, compiled to the engine's constraints in threads of their own. Knows nothing of Ray.
 
 llguidance, not xgrammar: with 49,152 tokens and one thread it compiled a usual schema in 2 ms (xgrammar in 11), an enum
 of 10,000 words in 40 ms (3,100) and nested repetitions in 0.4 ms (not within 20 s); a mask takes 0.03 ms (0.01). It
@@ -25,8 +25,10 @@ MAX_KEPT = 64
 """Compiled grammars; with the limits below one takes a few megabytes at most."""
 COMPILE_TIMEOUT_S = 5.0
 """A hundred times what the largest grammar within the limits takes; the queue before the compiler counts as well."""
+NUM_THREADS = 4
+"""Grammars compiled at once: one that is slow to refuse holds up no others, and three more may come."""
 STACK_BYTES = 512 * 2**20
-"""Of the compiler's thread, reserved and taken as it is used: the library recurses into rules that lead to rules, about
+"""Of a compiler's thread, reserved and taken as it is used: the library recurses into rules that lead to rules, about
 5 kB for each of up to 16,000 in a text, and an overflow would kill the process. Using a grammar does not recurse."""
 MAX_REASON_LENGTH = 300
 """Characters of the compiler's own words that a client is told; it quotes the grammar."""
@@ -83,9 +85,9 @@ class GrammarConstraint:
 
 
 class GrammarCompiler:
-    """Compiles for one model. `constraint` belongs to one event loop, the rest to the compiler's thread.
+    """Compiles for one model. `constraint` belongs to one event loop, the rest to the compiler's threads.
 
-    load_tokenizer: gives the model's tokenizer; called once, in the thread, for the first grammar.
+    load_tokenizer: gives the model's tokenizer; called once, in a thread, for the first grammar.
     vocab_size: the engine's. end_ids: what ends an output unless the request says otherwise.
     """
 
@@ -97,8 +99,9 @@ class GrammarCompiler:
         self._end_ids = tuple(end_ids)
         # Spelt out, or the library guesses one.
         self._own_end = self._end_ids[0] if self._end_ids else vocab_size - 1
-        self._thread = _deep_thread()
+        self._threads = _deep_threads()
         self._tokenizer: LLTokenizer | None = None
+        self._loading = threading.Lock()
         self._compiled: OrderedDict[bytes, LLMatcher] = OrderedDict()
 
     async def constraint(
@@ -123,7 +126,7 @@ class GrammarCompiler:
     async def _compile_beside(self, grammar: Grammar, digest: bytes) -> LLMatcher:
         has_begun = threading.Event()
         loop = asyncio.get_running_loop()
-        compiling = loop.run_in_executor(self._thread, self._compile, grammar, has_begun)
+        compiling = loop.run_in_executor(self._threads, self._compile, grammar, has_begun)
         try:
             matcher = await asyncio.wait_for(compiling, COMPILE_TIMEOUT_S + (self._tokenizer is None) * 60)
         except TimeoutError:
@@ -159,15 +162,16 @@ class GrammarCompiler:
         return matcher
 
     def _library_tokenizer(self, param: str) -> LLTokenizer:
-        if self._tokenizer is None:
-            tokenizer = self._load_tokenizer()
-            if not isinstance(tokenizer, PreTrainedTokenizerFast):
-                raise InvalidRequest(
-                    f"{param} needs a fast tokenizer, and this model has a {type(tokenizer).__name__}", param
-                )
-            size = max(self._vocab_size, len(tokenizer))
-            self._tokenizer = from_tokenizer(tokenizer, n_vocab=size, eos_token=self._own_end)
-        return self._tokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                tokenizer = self._load_tokenizer()
+                if not isinstance(tokenizer, PreTrainedTokenizerFast):
+                    raise InvalidRequest(
+                        f"{param} needs a fast tokenizer, and this model has a {type(tokenizer).__name__}", param
+                    )
+                size = max(self._vocab_size, len(tokenizer))
+                self._tokenizer = from_tokenizer(tokenizer, n_vocab=size, eos_token=self._own_end)
+            return self._tokenizer
 
 
 class _Forget:
@@ -181,12 +185,15 @@ class _Forget:
         self._compiled.pop(self._digest, None)
 
 
-def _deep_thread() -> ThreadPoolExecutor:
-    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pitstop-grammars")
+def _deep_threads() -> ThreadPoolExecutor:
+    executor = ThreadPoolExecutor(max_workers=NUM_THREADS, thread_name_prefix="pitstop-grammars")
     # Set for the whole process: a thread that another one starts just now reserves as much, which costs it nothing.
     usual = threading.stack_size(STACK_BYTES)
     try:
-        executor.submit(int)
+        # The executor starts a thread where none is idle: so none may be before all have begun.
+        all_begun = threading.Barrier(NUM_THREADS)
+        for _ in range(NUM_THREADS):
+            executor.submit(all_begun.wait)
     finally:
         threading.stack_size(usual)
     return executor

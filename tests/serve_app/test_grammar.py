@@ -17,7 +17,7 @@ from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine import InvalidRequest, QueueFull, TokenConstraint
-from serve_app.grammar import GrammarCompiler, GrammarConstraint
+from serve_app.grammar import NUM_THREADS, GrammarCompiler, GrammarConstraint
 from serve_app.messages import Grammar, GrammarKind
 from serve_app.protocol.structure import MAX_GRAMMAR_LENGTH
 
@@ -309,11 +309,23 @@ async def test_rules_that_lead_to_rules_by_the_thousand_end_no_process(
         assert allowed(constraint, TOKENIZERS["bytes"])
 
 
-async def test_a_grammar_behind_a_slow_one_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_grammar_holds_up_no_others() -> None:
+    compiler, release = compiler_of(TOKENIZERS["bytes"]), threading.Event()
+    for _ in range(NUM_THREADS - 1):
+        compiler._threads.submit(release.wait)
+    try:
+        for number in range(8):
+            assert await compiler.constraint(Grammar(GrammarKind.REGEX, f"a{number}", "response_format"))
+    finally:
+        release.set()
+
+
+async def test_a_grammar_behind_slow_ones_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve_app.grammar.COMPILE_TIMEOUT_S", 0.05)
     compiler, release = compiler_of(TOKENIZERS["bytes"]), threading.Event()
     compiler._tokenizer = compiler._library_tokenizer("x")
-    compiler._thread.submit(release.wait)
+    for _ in range(NUM_THREADS):
+        compiler._threads.submit(release.wait)
     try:
         with pytest.raises(QueueFull, match=r"^response_format waits behind slower grammars; try again"):
             await compiler.constraint(Grammar(GrammarKind.REGEX, "a", "response_format"))
