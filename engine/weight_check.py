@@ -19,6 +19,7 @@ class CheckedWeights:
 
     digests: dict[str, str]
     num_bytes: int
+    unchanged: tuple[str, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -33,21 +34,29 @@ def check_weights(
     dtype: str = "auto",
     device: str = "cpu",
     cast: bool = False,
+    changes: Paths = (),
+    cast_changes: bool = False,
     trust_remote_code: bool = False,
 ) -> CheckedWeights:
     """Gives the digests that a replica which loads `config_folder` and stages `path` gets, if it is not cut over ranks.
 
     Holds one parameter at a time. config_folder: a folder or hub id with the config of the model; path and cast as for
     `stage_weights`; dtype and device as the replica's `load_model` gets them, though nothing is put on the device: it
-    says what "auto" means. Raises what `stage_weights` raises, and while it runs the process makes no other model.
+    says what "auto" means. changes: the last layers of path, where they are a partial source over what is served, and
+    cast_changes whether they may be of another dtype; what they leave is unchanged. Raises what `stage_weights` raises,
+    and while it runs the process makes no other model.
     """
     target = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     model = _empty_model(fspath(config_folder), parse_dtype(dtype, target), trust_remote_code)
+    unchanged: tuple[str, ...] = ()
+    if changes:
+        with open_source(model, changes, cast=cast_changes, partial=True) as source:
+            unchanged = source.unchanged
     with open_source(model, path, cast=cast) as source:
         for _ in source.parts():
             pass
         contents = source.contents()
-    return CheckedWeights(dict(contents.digests), contents.num_bytes)
+    return CheckedWeights(dict(contents.digests), contents.num_bytes, unchanged)
 
 
 def _empty_model(path: str, dtype: torch.dtype | str, trust_remote_code: bool) -> PreTrainedModel:

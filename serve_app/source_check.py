@@ -43,12 +43,14 @@ class CheckAlone:
             dtype=self._settings.dtype,
             device=self._settings.device,
             cast=order.cast,
+            changes=order.changes.folders if order.changes is not None else (),
+            cast_changes=order.changes is not None and order.changes.cast,
             trust_remote_code=self._settings.trust_remote_code,
         )
         # Ranks hold parts, whose digests only they can make.
         is_whole = self._settings.replicas.tensor_parallel_size == 1
         digests = dict(found.digests) if is_whole else {}
-        return Checked(found.digest if is_whole else "", found.num_bytes, StagedDetails(digests))
+        return Checked(found.digest if is_whole else "", found.num_bytes, StagedDetails(digests, list(found.unchanged)))
 
 
 def _folder_of(model: str) -> str:

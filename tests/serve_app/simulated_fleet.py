@@ -335,7 +335,11 @@ class SimulatedFleet:
                 raise WeightsSourceError(f"there is no folder {path}")
             content |= self.folders[path]
         staged = FakeStaged(content, ())
-        return Checked(staged.digest, staged.num_bytes, StagedDetails(staged.digests))
+        changed = (
+            {name for path in order.changes.folders for name in self.folders[path]} if order.changes else {*content}
+        )
+        unchanged = [name for name in content if name not in changed]
+        return Checked(staged.digest, staged.num_bytes, StagedDetails(staged.digests, unchanged))
 
     async def _kill(self, name: str) -> None:
         self.killed.append(name)

@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from engine import ContinuousBatchingConfig, WeightsInvalid, WeightsSourceError, init_continuous_batching, load_model
-from serve_app.messages import SwapOrder, WeightSource
+from serve_app.messages import Changes, SwapOrder, WeightSource
 from serve_app.settings import AppSettings
 from serve_app.source_check import CheckAlone
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
@@ -42,6 +43,34 @@ async def test_the_configured_model_is_checked_under_what_lies_over_it(base: str
     assert configured is not None
     assert over is not None
     assert configured.digest == over.digest
+
+
+async def test_changes_are_checked_by_themselves_and_what_they_leave_is_named(base: str, tmp_path: Path) -> None:
+    tensors = load_file(Path(base) / "model.safetensors")
+    name = "model.norm.weight"
+    changed = tmp_path / "changed"
+    changed.mkdir()
+
+    def order(*, cast: bool) -> SwapOrder:
+        whole = WeightSource(layers=(str(changed),), on_model=True)
+        return SwapOrder("s", 2, whole, cast=True, changes=Changes((str(changed),), 1, cast))
+
+    save_file({name: tensors[name] * 2}, changed / "model.safetensors")
+    checked = await checker(base)(order(cast=False))
+    configured = await checker(base)(SwapOrder("s", 2, None, cast=True))
+    assert checked is not None
+    assert configured is not None
+    assert name not in checked.details.unchanged
+    differing = {one for one in checked.details.digests if one not in checked.details.unchanged}
+    assert differing == {name}
+    assert {one: checked.details.digests[one] for one in checked.details.unchanged} == {
+        one: digest for one, digest in configured.details.digests.items() if one != name
+    }
+    # The model under them may be cast; they may not, unless that was asked.
+    save_file({name: tensors[name].bfloat16()}, changed / "model.safetensors")
+    with pytest.raises(WeightsInvalid, match="another dtype"):
+        await checker(base)(order(cast=False))
+    assert await checker(base)(order(cast=True)) is not None
 
 
 async def test_what_a_replica_would_refuse_the_controller_refuses(base: str, tmp_path: Path) -> None:

@@ -550,7 +550,8 @@ def test_changes_that_the_controller_took_alone_lie_over_the_configured_model(fl
     for name in list(fleet.replicas):
         fleet.kill(name)
     fleet.pass_time(10)
-    assert swapped(fleet, "/part", partial=True).version == 2
+    result = swapped(fleet, "/part", partial=True)
+    assert (result.version, result.unchanged) == (2, ["a"])
     fleet.add()
     fleet.pass_time(5)
     assert_all_serve(fleet, 2, num_replicas=1)
