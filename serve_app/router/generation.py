@@ -45,12 +45,17 @@ class Generation:
         prompt_ids: Sequence[int] = (),
         end_sequence: EndSequence | None = None,
         trail: ResumeTrail | None = None,
+        has_moved: Callable[[], bool] = lambda: False,
     ) -> None:
-        """end_sequence: ends one output in the engine whose others go on. trail: what its outputs have already."""
+        """end_sequence: ends one output in the engine whose others go on. trail: what its outputs have already.
+
+        has_moved: a replica had taken it and was lost, so that it waits for another one as long as it may take.
+        """
         self._events = events
         self._end_sequence = end_sequence
         self._ending: set[asyncio.Task[None]] = set()
         self._first: TokenEvent | None = None
+        self._has_moved = has_moved
         self._failure: str | None = None
         self._abort = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
@@ -64,7 +69,8 @@ class Generation:
         first = asyncio.ensure_future(self._read())
         try:
             while not (await asyncio.wait({first}, timeout=probe_after_s))[0]:
-                await probe()
+                if not self._has_moved():
+                    await probe()
             self._first = first.result()
         finally:
             first.cancel()

@@ -139,6 +139,11 @@ class ResumingStream:
         await self._fleet.end_sequence(self.progress.end(sequence_id))
 
     @property
+    def has_moved(self) -> bool:
+        """A replica that had it was lost, or handed it over."""
+        return self._num_attempts > 0
+
+    @property
     def place(self) -> str | None:
         """The replica that answers, or to which the request was sent."""
         return self._replica_id or routing_signals.place_of(self._request.request_id)

@@ -53,6 +53,8 @@ class FakeEngine:
         if not request.accepts(self._version):
             kind = WeightVersionUnavailable if request.weight_version is None else WeightVersionGone
             raise kind(f"this replica serves weight version {self._version}")
+        if request.cache_salt == "poison":
+            os._exit(1)
         self._open.add(request.request_id)
         try:
             if request.cache_salt == "silent":

@@ -520,5 +520,18 @@ async def test_streams_of_a_replica_that_dies_go_on_at_the_next_one(http: httpx.
     await eventually(is_ready)
 
 
+@pytest.mark.slow
+async def test_a_request_that_kills_replicas_is_refused_after_the_third(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/completions", json=completion(cache_salt="poison"), timeout=240)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "poison_request")
+    numbers = (await http.get("/metrics")).text
+    assert 'pitstop_poison_requests_total{router="0"} 1.0' in numbers
+
+    async def is_ready() -> bool:
+        return (await http.get("/ready")).status_code == 200
+
+    await eventually(is_ready)
+
+
 async def two_open() -> bool:
     return await num_open() == 2
