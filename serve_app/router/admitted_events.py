@@ -36,6 +36,11 @@ class AdmittedEvents:
             self._turn.begin()
         return event
 
+    @property
+    def has_moved(self) -> bool:
+        """A replica that had it was lost, or handed it over."""
+        return self._stream is not None and self._stream.has_moved
+
     def close(self) -> None:
         self._is_closed = True
         if self._turn is not None:

@@ -176,7 +176,7 @@ class GenerationService:
             prompt_ids=ask.prompt_ids,
             end_sequence=admitted.end_sequence,
             trail=trail,
-            has_moved=lambda: stream.has_moved,
+            has_moved=lambda: admitted.has_moved,
         )
 
     def _check_limit(self, timeout_s: float | None) -> None:
