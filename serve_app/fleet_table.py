@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,8 @@ class FleetTable:
         values = [float(stats.get(column, 0.0)) for column in COLUMNS]
         reported_at, version = float(stats.get("reported_at", 0.0)), int(stats.get("weight_version", 0))
         is_open, prefixes = not stats.get("is_fenced", False), bytes(stats.get("prefixes", b""))
+        if not (isfinite(sum(values)) and isfinite(reported_at)):
+            raise ValueError(f"{name} reports {dict(zip(COLUMNS, values, strict=True))}; every number has to be finite")
         row = self.row_of(name)
         self._values[:, row] = values
         if min(values[NUM_PLAIN:]) > 0:

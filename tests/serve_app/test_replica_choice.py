@@ -145,7 +145,17 @@ def test_a_new_replica_is_taken_to_be_like_the_others() -> None:
     assert "new" not in firsts(router, fleet)
 
 
-@pytest.mark.parametrize("stats", [{"prefill_tokens": "many"}, {"reported_at": None}, {"prefixes": b"odd"}])
+@pytest.mark.parametrize(
+    "stats",
+    [
+        {"prefill_tokens": "many"},
+        {"reported_at": None},
+        {"prefixes": b"odd"},
+        {"decode_tokens": float("nan")},
+        {"step_s": float("inf")},
+        {"reported_at": float("nan")},
+    ],
+)
 def test_nonsense_in_a_report_raises(stats: dict[str, Any]) -> None:
     with pytest.raises((ValueError, TypeError)):
         FleetTable().report("a", stats)
