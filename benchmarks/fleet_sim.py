@@ -16,6 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from benchmarks import report
 from benchmarks.fleet import decisions, plots
@@ -146,9 +147,18 @@ def _sustained(outcomes: Sequence[Outcome]) -> str:
         good = [float(outcome.is_good.mean()) for outcome in outcomes if outcome.case.policy == policy]
         # The share falls as the rate grows; np.interp wants what is looked up ascending.
         falling = np.minimum.accumulate(good)
-        up_to = [float(np.interp(share, falling[::-1], rates[::-1])) for share in ATTAINED]
-        lines.append(f"| {policy} | " + " | ".join(f"{rate:.2f}" for rate in up_to) + " |")
+        up_to = [_rate_at(share, falling, rates) for share in ATTAINED]
+        lines.append(f"| {policy} | " + " | ".join(up_to) + " |")
     return "\n".join(lines)
+
+
+def _rate_at(share: float, falling: npt.NDArray[np.float64], rates: Sequence[float]) -> str:
+    """Gives the rate at which the share has fallen that far; beyond those that were run, only on which side it is."""
+    if falling[0] < share:
+        return f"less than {rates[0]:.2f}"
+    if falling[-1] >= share:
+        return f"more than {rates[-1]:.2f}"
+    return f"{np.interp(share, falling[::-1], rates[::-1]):.2f}"
 
 
 def _scale_up_and_down(arguments: argparse.Namespace, scale: Scale) -> None:

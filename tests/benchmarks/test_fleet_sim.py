@@ -11,6 +11,7 @@ from benchmarks.fleet.routers import ROUTERS
 from benchmarks.fleet.scaled import simulate_scaled
 from benchmarks.fleet.simulation import Case, simulate
 from benchmarks.fleet.traffic import PAGE_SIZE, Scale, Turn, draw, load, scales
+from benchmarks.fleet_sim import _rate_at
 from serve_app.scaling import ScalingTargets
 
 CPU = scales()["cpu"]
@@ -150,3 +151,11 @@ def test_a_fleet_follows_a_step_of_load_and_goes_back_without_turning_twice() ->
     # Up at the first step, down after it, and at most up again at the next.
     assert run.num_turns() <= 2
     assert all(moment.ready <= 6 for moment in run.moments)
+
+
+@pytest.mark.parametrize(
+    ("shares", "expected"),
+    [([1.0, 0.98, 0.5], "0.65"), ([0.98, 0.9, 0.5], "less than 0.60"), ([1.0, 1.0, 0.995], "more than 0.80")],
+)
+def test_a_rate_is_named_only_where_it_was_run(shares: list[float], expected: str) -> None:
+    assert _rate_at(0.99, np.array(shares), [0.6, 0.7, 0.8]) == expected
