@@ -12,7 +12,9 @@ from engine import InvalidRequest, WeightSpan
 from serve_app.messages import TokenEvent
 
 MAX_TOKEN_BYTES = 2**20
-"""Of a written point before it is unpacked, and sixteen times as many after it: a hundred thousand tokens."""
+"""Of a written point before it is unpacked, and sixteen times as many after it."""
+MAX_NUMBERS = 2**18
+"""In a written point, about one a token. Reading so many takes a tenth of a second; unpacked, millions would fit."""
 FORMAT = 1
 
 
@@ -34,6 +36,11 @@ class ResumePoint:
     def version(self) -> int | None:
         """Of the weights that drew the latest token, as far as can be told."""
         return max((spans[-1].version for spans in self.spans if spans), default=self.first_version)
+
+    @property
+    def has_ended(self) -> bool:
+        """True where no output goes on."""
+        return all(ids is None for ids in self.tokens)
 
     @property
     def has_tokens(self) -> bool:
@@ -100,7 +107,10 @@ def read_points(text: str, prompts: Sequence[Sequence[int]]) -> list[ResumePoint
             raise ValueError("it is too long")
         unpacker = zlib.decompressobj()
         packed = base64.b64decode(text, altchars=b"-_", validate=True)
-        told = json.loads(unpacker.decompress(packed, 16 * MAX_TOKEN_BYTES))
+        written = unpacker.decompress(packed, 16 * MAX_TOKEN_BYTES)
+        if written.count(b",") > MAX_NUMBERS:
+            raise ValueError(f"it holds more than {MAX_NUMBERS} numbers")
+        told = json.loads(written)
         if told["format"] != FORMAT:
             raise ValueError("it is of another release")
         points = [
@@ -115,15 +125,44 @@ def read_points(text: str, prompts: Sequence[Sequence[int]]) -> list[ResumePoint
             )
             for point in told["points"]
         ]
+        digest = told["prompts"]
+        if any(point.spans and len(point.spans) != len(point.tokens) for point in points):
+            raise ValueError("its spans are not those of its outputs")
     except (ValueError, TypeError, KeyError, binascii.Error, zlib.error, RecursionError) as error:
         raise InvalidRequest(f"resume.token cannot be read: {error}; send it as it was given", "resume") from None
-    if told["prompts"] != _digest(prompts) or len(points) != len(prompts):
+    if digest != _digest(prompts) or len(points) != len(prompts):
         raise InvalidRequest("resume.token is of another prompt; send the request that was cut again, whole", "resume")
     return points
 
 
-def extended(points: Sequence[ResumePoint], token_ids: Sequence[Sequence[int]]) -> list[ResumePoint]:
-    """Gives the points with what each choice has had since, by the choices of all prompts together.
+def check_some_go_on(points: Sequence[ResumePoint]) -> None:
+    """Raises InvalidRequest where every output of every prompt has ended."""
+    if all(point.has_ended for point in points):
+        raise InvalidRequest("resume says that every output has ended; there is nothing to go on with", "resume")
+
+
+def check_point(point: ResumePoint, *, num_outputs: int, vocab_size: int, max_new_tokens: int) -> None:
+    """Raises InvalidRequest where an answer of this kind cannot go on from the point."""
+    if len(point.tokens) != num_outputs or len(point.spans) not in (0, num_outputs):
+        raise InvalidRequest(
+            f"resume has {len(point.tokens)} outputs of a prompt, and {num_outputs} are asked for; send the request"
+            " that was cut again, whole",
+            "resume",
+        )
+    for ids in point.tokens:
+        if len(ids or ()) >= max_new_tokens:
+            raise InvalidRequest(
+                f"resume has {len(ids or ())} tokens of an output of at most {max_new_tokens}, so it has ended; where"
+                " others have not, null among token_ids says so",
+                "resume",
+            )
+        wrong = next((token for token in ids or () if type(token) is not int or not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise InvalidRequest(f"resume has the token {wrong!r:.40}; ids are 0 to {vocab_size - 1}", "resume")
+
+
+def extended(points: Sequence[ResumePoint], token_ids: Sequence[Sequence[int] | None]) -> list[ResumePoint]:
+    """Gives the points with what each choice has had since, by the choices of all prompts together; None has ended.
 
     Raises InvalidRequest where there are more or fewer choices, or one that has ended got tokens.
     """
@@ -137,7 +176,7 @@ def extended(points: Sequence[ResumePoint], token_ids: Sequence[Sequence[int]]) 
     return [_extended(point, [next(later) for _ in point.tokens]) for point in points]
 
 
-def _extended(point: ResumePoint, later: Sequence[Sequence[int]]) -> ResumePoint:
+def _extended(point: ResumePoint, later: Sequence[Sequence[int] | None]) -> ResumePoint:
     tokens = tuple(_joined(ids, more) for ids, more in zip(point.tokens, later, strict=True))
     spans = point.spans or ((),) * len(tokens)
     longer = tuple(_up_to(len(ids or ()), of_one, point.version) for ids, of_one in zip(tokens, spans, strict=True))
@@ -150,10 +189,10 @@ def _up_to(end: int, spans: tuple[WeightSpan, ...], version: int | None) -> tupl
     return (WeightSpan(version, 0, end),) if version is not None and end else ()
 
 
-def _joined(before: tuple[int, ...] | None, later: Sequence[int]) -> tuple[int, ...] | None:
+def _joined(before: tuple[int, ...] | None, later: Sequence[int] | None) -> tuple[int, ...] | None:
     if before is None and later:
         raise InvalidRequest("resume.token_ids has tokens of a choice that had ended", "resume")
-    return None if before is None else (*before, *later)
+    return None if before is None or later is None else (*before, *later)
 
 
 def _number(value: object) -> int:

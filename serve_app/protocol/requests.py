@@ -228,11 +228,11 @@ class ResumeBody(RequestModel):
     """Where the stream of this same request was cut.
 
     token: what that stream gave, in its first chunk or with its error. token_ids: of each choice, those that came after
-    the token was given; they count as drawn by the weights that answered then.
+    the token was given, null for one that has ended; they count as drawn by the weights that answered then.
     """
 
     token: Annotated[str, Field(min_length=1, max_length=MAX_TOKEN_BYTES)]
-    token_ids: list[list[TokenId]] | None = None
+    token_ids: list[list[TokenId] | None] | None = None
 
 
 class CompletionRequest(GenerationRequest):

@@ -26,7 +26,7 @@ from serve_app.model_store import resolve_model
 from serve_app.protocol.parsing import validate
 from serve_app.protocol.structure import StructuredOutputs
 from serve_app.ray_agent import start_mirror
-from serve_app.resume_point import ResumePoint
+from serve_app.resume_point import ResumePoint, check_some_go_on
 from serve_app.router.answer import TextRules
 from serve_app.router.asgi import build_asgi
 from serve_app.router.fleet import Fleet
@@ -121,6 +121,8 @@ class Router:
             resume=resume,
             timeout_s=timeout_s,
         )
+        if ask.resume is not None:
+            check_some_go_on([ask.resume])
         generation = await self._service.open(ask)
         try:
             await self._service.prime(generation)

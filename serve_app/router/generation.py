@@ -29,6 +29,16 @@ class TokenEvents(Protocol):
         ...
 
 
+class NoEvents:
+    """Of a prompt whose answers had all ended before: others of the same request go on."""
+
+    async def __anext__(self) -> TokenEvent:
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        pass
+
+
 class Generation:
     """The answers to one prompt while they are generated: one, or as many as sequences were asked for.
 
@@ -66,6 +76,8 @@ class Generation:
 
     async def prime(self, *, probe: Callable[[], Awaitable[object]], probe_after_s: float = PROBE_AFTER_S) -> None:
         """Waits for the first event; raises what refuses the request, and what `probe` raises."""
+        if all(answer.is_over for answer in self.answers):
+            return
         first = asyncio.ensure_future(self._read())
         try:
             while not (await asyncio.wait({first}, timeout=probe_after_s))[0]:

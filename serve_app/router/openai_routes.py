@@ -1,5 +1,6 @@
 """The routes under `/v1`, plain and streaming."""
 
+import asyncio
 import logging
 import time
 import uuid
@@ -16,7 +17,7 @@ from engine import EngineDead, EngineStopped, InvalidRequest, PitstopError, Queu
 from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, DeadlineExceeded, NoReplica, ReplicaLost, error_body
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest, ResumeBody
 from serve_app.protocol.responses import ChatCompletion, Completion, ModelCard, ModelList
-from serve_app.resume_point import extended, read_points
+from serve_app.resume_point import check_some_go_on, extended, read_points
 from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bodies import body_of, check_model, read
 from serve_app.router.bounds import check_bounds, check_priority
@@ -41,6 +42,7 @@ ENGINE_NAMES = {
     "min_new_tokens": "min_tokens",
     "sequence_bias": "logit_bias",
     "bad_words_ids": "bad_words",
+    "resumed": "resume",
 }
 """What the engine calls the parameters of clients."""
 
@@ -73,7 +75,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
             prompts = [await service.prompt_ids(prompt, max_tokens=most) for prompt in body.prompt]
             asks = [await _ask(body, prompt_ids, service, caller_of(request)) for prompt_ids in prompts]
             if body.resume is not None:
-                asks = _resumed(asks, body.resume)
+                asks = await asyncio.to_thread(_resumed, asks, body.resume)
             style = CompletionFormat(_envelope("cmpl", body, request), service.tokenizer)
             return await _answer(request, service, asks=asks, body=body, style=style)
 
@@ -157,6 +159,7 @@ def _resumed(asks: list[Ask], resume: ResumeBody) -> list[Ask]:
     points = read_points(resume.token, [ask.prompt_ids for ask in asks])
     if resume.token_ids is not None:
         points = extended(points, resume.token_ids)
+    check_some_go_on(points)
     return [replace(ask, resume=point) for ask, point in zip(asks, points, strict=True)]
 
 

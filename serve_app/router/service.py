@@ -16,14 +16,14 @@ from serve_app.messages import GenerateRequest, Grammar
 from serve_app.prospect import Prospect
 from serve_app.protocol.parsing import shorten, validate
 from serve_app.protocol.requests import ChatRequest, Conversation, GenerationRequest, Message
-from serve_app.resume_point import ResumePoint, ResumeTrail
+from serve_app.resume_point import ResumePoint, ResumeTrail, check_point
 from serve_app.router.admission import Admission
 from serve_app.router.admitted_events import AdmittedEvents
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.chat_style import chat_style
 from serve_app.router.fleet import Fleet
 from serve_app.router.fleet_watch import FleetWatch
-from serve_app.router.generation import Generation
+from serve_app.router.generation import Generation, NoEvents
 from serve_app.router.in_flight import InFlight
 from serve_app.router.request_observer import RequestObserver
 from serve_app.router.resuming_stream import ResumeMeter, ResumingStream
@@ -71,6 +71,8 @@ class Ask:
             raise InvalidRequest(f"sampling is {shorten(self.sampling)}; it must be SamplingParams", "sampling")
         if not isinstance(self.hints, WorkloadHints):
             raise InvalidRequest(f"hints is {shorten(self.hints)}; it must be WorkloadHints", "hints")
+        if not isinstance(self.resume, ResumePoint | None):
+            raise InvalidRequest(f"resume is {shorten(self.resume)}; it must be a ResumePoint", "resume")
         # An empty stop string would end every answer before it begins.
         if not all(isinstance(stop, str) and stop for stop in self.rules.stop_strings):
             raise InvalidRequest(f"stop is {shorten(self.rules.stop_strings)}; it must hold non-empty strings", "stop")
@@ -147,7 +149,10 @@ class GenerationService:
         answers = [Answer(self.tokenizer, ask.rules, index=first_index + number) for number in range(num_sequences)]
         trail = ResumeTrail(sampling.seed)
         if ask.resume is not None:
+            check_point(ask.resume, num_outputs=num_sequences, vocab_size=limits.vocab_size, max_new_tokens=room)
             sampling, trail = _resumed(sampling, ask.resume, answers), ResumeTrail.starting_at(ask.resume)
+            if ask.resume.has_ended:
+                return Generation(NoEvents(), answers, prompt_ids=ask.prompt_ids, trail=trail)
         request = GenerateRequest(
             # Ours and not the client's: two clients may send the same id, and both are to be served.
             request_id=uuid.uuid4().hex,
@@ -242,15 +247,7 @@ class GenerationService:
 
 def _resumed(sampling: SamplingParams, point: ResumePoint, answers: Sequence[Answer]) -> SamplingParams:
     """Has answers go on from a point, and gives the sampling for the rest; raises InvalidRequest where they cannot."""
-    if len(point.tokens) != len(answers):
-        raise InvalidRequest(
-            f"resume has {len(point.tokens)} outputs of a prompt, and {len(answers)} are asked for; send the request"
-            " that was cut again, whole",
-            "resume",
-        )
     sampling = replace(sampling, seed=point.seed)
-    if all(ids is None for ids in point.tokens):
-        raise InvalidRequest("resume says that every output has ended; there is nothing to go on with", "resume")
     for answer, ids, spans in zip(answers, point.tokens, point.spans or ((),) * len(answers), strict=True):
         if ids is None:
             answer.is_over = True

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -52,15 +53,55 @@ def test_a_bomb_is_not_unpacked() -> None:
         read_points(bomb, [[1]])
 
 
+MILLIONS = {"numbers": [2**23, "1"], "spans": [2**21, "[1,0,1]"], "points": [2**20, '{"seed":1,"tokens":[]}']}
+
+
+@pytest.mark.parametrize("kind", MILLIONS)
+def test_more_numbers_than_a_point_has_are_not_even_parsed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    number, written = MILLIONS[kind]
+    bomb = base64.urlsafe_b64encode(zlib.compress(("[" + f"{written}," * int(number) + "1]").encode())).decode()
+    assert len(bomb) < 2**18
+
+    def parse(_: object) -> None:
+        pytest.fail("it was parsed")
+
+    monkeypatch.setattr(json, "loads", parse)
+    with pytest.raises(InvalidRequest, match=r"more than \d+ numbers"):
+        read_points(bomb, [[1]])
+
+
+def test_a_point_of_a_hundred_thousand_tokens_is_read() -> None:
+    rng = random.Random(0)
+    point = ResumePoint(7, (tuple(rng.choices(range(128_000), k=100_000)),), ((WeightSpan(3, 0, 100_000),),), 3)
+    assert read_points(write_points([point], [[1]]), [[1]]) == [point]
+
+
+def with_its_parts_replaced(value: Any) -> Iterator[Any]:
+    """Gives copies of a JSON value, each with one part of it replaced by something else, doubled or left out."""
+    yield from (None, True, -1, 1.5, 2**31, 2**63, 2**64, "x", [], {}, [[]], [None])
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield {other: value[other] for other in value if other != name}
+            yield from ({**value, name: changed} for changed in with_its_parts_replaced(part))
+    if isinstance(value, list):
+        yield value + value
+        for index, part in enumerate(value):
+            yield value[:index] + value[index + 1 :]
+            yield from (value[:index] + [changed] + value[index + 1 :] for changed in with_its_parts_replaced(part))
+
+
 def test_the_point_of_another_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="of another prompt"):
         read_points(write_points([POINT], [[1]]), [[2]])
 
 
 def test_later_tokens_are_added_to_their_choices() -> None:
-    (found,) = extended([POINT], [[3], [], [9]])
+    (found,) = extended([POINT], [[3], None, [9]])
+    assert extended([POINT], [[3], [], [9]]) == [found]
     assert found.tokens == ((1, 2, 3), None, (9,))
     assert found.spans == ((WeightSpan(3, 0, 3),), (WeightSpan(3, 0, 4),), (WeightSpan(3, 0, 1),))
+    (found,) = extended([POINT], [None, None, []])
+    assert found.tokens == (None, None, ())
     with pytest.raises(InvalidRequest, match="there are 3 choices"):
         extended([POINT], [[3]])
     with pytest.raises(InvalidRequest, match="had ended"):
@@ -245,3 +286,50 @@ async def test_what_cannot_be_resumed_is_refused(http: httpx.AsyncClient, change
     assert response.status_code == 400, response.text
     assert message in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == "resume"
+
+
+async def test_every_point_that_no_stream_gave_is_refused_or_harmless(http: httpx.AsyncClient) -> None:
+    body = {**whole_body("seeded"), "stop": None, "max_tokens": 6}
+    _, chunks = await read(http, body)
+    packed = base64.urlsafe_b64decode(chunks[0]["resume"])
+    point = json.loads(zlib.decompress(packed))
+    point["points"][0] |= {"tokens": [[1, 2], [3]], "spans": [[[1, 0, 2]], [[1, 0, 1]]]}
+    for number, changed in enumerate(with_its_parts_replaced(point)):
+        text = base64.urlsafe_b64encode(zlib.compress(json.dumps(changed).encode())).decode()
+        resume = {"token": text, "token_ids": [[4], [5]] if number % 2 else None}
+        response = await http.post("/v1/completions", json={**body, "resume": resume})
+        assert response.status_code in (200, 400), f"{changed}: {response.text}"
+        if response.status_code == 200:
+            assert '"error"' not in response.text, changed
+            assert response.text.endswith("data: [DONE]\n\n"), changed
+        else:
+            assert response.json()["error"]["param"] in ("resume", "seed"), response.text
+
+
+@pytest.mark.parametrize("ended", [[0], [2], [0, 1], [1, 2], [2, 3], [0, 1, 3], [0, 1, 2, 3]])
+async def test_choices_that_have_ended_are_left_out(http: httpx.AsyncClient, ended: list[int]) -> None:
+    body = {**whole_body("seeded"), "prompt": ["one", "two"], "stop": None}
+    whole, chunks = await read(http, body)
+    had = [None if index in ended else whole[index]["token_ids"][:9] for index in sorted(whole)]
+    body["resume"] = {"token": chunks[0]["resume"], "token_ids": had}
+    if len(ended) == 4:
+        response = await http.post("/v1/completions", json=body)
+        assert response.status_code == 400
+        assert "every output has ended" in response.json()["error"]["message"]
+        return
+    rest, _ = await read(http, body)
+    assert rest.keys() == whole.keys() - set(ended)
+    for index, choice in rest.items():
+        assert choice["token_ids"] == whole[index]["token_ids"][9:]
+        assert choice["finish_reason"] == whole[index]["finish_reason"]
+
+
+async def test_a_choice_that_has_all_its_tokens_is_told_to_have_ended(http: httpx.AsyncClient) -> None:
+    body = {**whole_body("seeded"), "stop": None}
+    whole, chunks = await read(http, body)
+    had = [whole[0]["token_ids"], whole[1]["token_ids"][:9]]
+    response = await http.post(
+        "/v1/completions", json={**body, "resume": {"token": chunks[0]["resume"], "token_ids": had}}
+    )
+    assert response.status_code == 400
+    assert "null among token_ids says so" in response.json()["error"]["message"]
