@@ -9,8 +9,10 @@ DEFAULT_EXPECTED_TOKENS = 256
 
 def expected_work(request: GenerateRequest) -> Work:
     """Gives the work of one request: its prompt, and its hint, else its limit, else what is usual."""
-    hints, limit = request.hints, request.sampling.max_new_tokens
-    expected = hints.expected_generated_length or limit or hints.max_generated_length or DEFAULT_EXPECTED_TOKENS
+    hints = request.hints
+    # A hint beyond the room that there is would count for more than any answer can be.
+    limit = request.sampling.max_new_tokens or hints.max_generated_length or None
+    expected = hints.expected_generated_length or limit or DEFAULT_EXPECTED_TOKENS
     num_sequences, num_done = request.num_sequences, request.num_resumed_tokens
     num_tokens = num_sequences * (expected if limit is None else min(expected, limit))
     # What was generated elsewhere is computed as a prompt is.

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,8 @@ REPORT_MARGIN_S = 0.05
 FIRST_SIZE = 8
 MIXER = np.uint64(0x9E3779B97F4A7C15)
 """Odd, and without a pattern in its bits: so that two hashes mix into a third."""
+MOST = 1e15
+"""Of any number in a report: one that is larger, or none, would make prices that compare with nothing."""
 UNKNOWN = {
     "max_running": 1024.0,
     "total_tokens": 1e6,
@@ -75,9 +76,11 @@ class FleetTable:
         """
         values = [float(stats.get(column, 0.0)) for column in COLUMNS]
         reported_at, version = float(stats.get("reported_at", 0.0)), int(stats.get("weight_version", 0))
+        page_size = int(stats.get("page_size", 0))
+        if not all(0.0 <= value <= MOST for value in (*values, reported_at, version, page_size)):
+            numbers = dict(zip(COLUMNS, values, strict=True))
+            raise ValueError(f"{name} reports {numbers} at {reported_at}; every number has to be from 0 to {MOST:g}")
         is_open, prefixes = not stats.get("is_fenced", False), bytes(stats.get("prefixes", b""))
-        if not (isfinite(sum(values)) and isfinite(reported_at)):
-            raise ValueError(f"{name} reports {dict(zip(COLUMNS, values, strict=True))}; every number has to be finite")
         row = self.row_of(name)
         self._values[:, row] = values
         if min(values[NUM_PLAIN:]) > 0:

@@ -13,6 +13,8 @@ import numpy as np
 from serve_app.routing_score import Floats
 
 NAME_BYTES = 4
+SPARE_NAMES = 1024
+"""So many stay that are computed by now, before all are looked through."""
 
 
 def short_names(digests: Iterable[bytes]) -> list[int]:
@@ -79,6 +81,8 @@ class SentPrefixes:
         self._since = -np.inf
         self._coming: dict[int, int] = {}
         self._pending: list[tuple[float, int, int, Sequence[int]]] = []
+        self._num_pending = 0
+        """Names in it, as often as they are."""
         self._num_added = 0
 
     @property
@@ -98,18 +102,22 @@ class SentPrefixes:
             self._keep(row, names, now)
             return
         self._num_added += 1
-        heapq.heappush(self._pending, (ready_at, self._num_added, row, names))
-        bit = 1 << row
-        for name in names:
-            self._coming[name] = self._coming.get(name, 0) | bit
+        # What was estimated from nonsense must not be kept for ever.
+        heapq.heappush(self._pending, (min(ready_at, now + self._memory_s), self._num_added, row, names))
+        self._num_pending += len(names)
+        self._note_coming(row, names)
 
     def settle(self, now: float) -> None:
         """Takes what is ready by now for computed."""
         while self._pending and self._pending[0][0] <= now:
             _, _, row, names = heapq.heappop(self._pending)
+            self._num_pending -= len(names)
             self._keep(row, names, now)
-        if not self._pending:
+        # Under steady load there is always something pending; most of what is coming must still be.
+        if len(self._coming) > 2 * self._num_pending + (SPARE_NAMES if self._pending else 0):
             self._coming.clear()
+            for _, _, row, names in self._pending:
+                self._note_coming(row, names)
 
     def discard(self, row: int, names: Iterable[int]) -> None:
         """Forgets that these were sent there, because the replica turned out not to have them."""
@@ -122,8 +130,14 @@ class SentPrefixes:
     def forget(self, row: int) -> None:
         """Forgets a replica that is gone."""
         self._pending = [entry for entry in self._pending if entry[2] != row]
+        self._num_pending = sum(len(names) for *_, names in self._pending)
         heapq.heapify(self._pending)
         self.discard(row, {*self._newer, *self._older, *self._coming})
+
+    def _note_coming(self, row: int, names: Iterable[int]) -> None:
+        bit = 1 << row
+        for name in names:
+            self._coming[name] = self._coming.get(name, 0) | bit
 
     def _keep(self, row: int, names: Sequence[int], now: float) -> None:
         if now - self._since > self._memory_s / 2 or len(self._newer) > self._max_names / 2:

@@ -134,7 +134,7 @@ class RequestRouting:
             if self._reports.get(name) != report:
                 self._table.report(name, report)
                 self._reports[name] = report
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, OverflowError, AttributeError) as error:
             self._reports.setdefault(name, {})
             self._table.row_of(name)
             return error

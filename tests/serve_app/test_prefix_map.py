@@ -77,6 +77,23 @@ def test_what_was_sent_is_remembered_for_a_while_and_in_bounds() -> None:
     assert rows_of(sent, 10_999) == 1
 
 
+def test_what_is_coming_is_bounded_by_what_is_pending_however_long_that_goes_on() -> None:
+    sent, now = SentPrefixes(max_names=1000), 0.0
+    for number in range(5000):
+        now += 0.01
+        sent.add(number % 8, range(10 * number, 10 * number + 10), now=now, ready_at=now + 0.5)
+        assert len(sent.coming) <= 2 * 10 * 51 + 1024
+    assert all(sent.coming[10 * number] == 1 << (number % 8) for number in range(4960, 5000))
+
+
+def test_what_is_ready_at_no_time_is_not_waited_for() -> None:
+    sent = SentPrefixes(memory_s=30.0)
+    sent.add(0, [1], now=0.0, ready_at=float("inf"))
+    sent.add(0, [2], now=0.0, ready_at=1e12)
+    sent.settle(31.0)
+    assert not sent.coming
+
+
 def test_what_is_computed_still_is_found_but_for_the_last_step() -> None:
     told, sent = ToldPrefixes(), SentPrefixes()
     names = list(range(1, 11))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.fleet_table import FleetTable
+from serve_app.fleet_table import COLUMNS, FleetTable
 from serve_app.prefix_map import pack_names, short_names
 from serve_app.replica_choice import ReplicaChoice, RoutingPolicy
 from serve_app.routing_score import Work
@@ -145,20 +145,21 @@ def test_a_new_replica_is_taken_to_be_like_the_others() -> None:
     assert "new" not in firsts(router, fleet)
 
 
-@pytest.mark.parametrize(
-    "stats",
-    [
-        {"prefill_tokens": "many"},
-        {"reported_at": None},
-        {"prefixes": b"odd"},
-        {"decode_tokens": float("nan")},
-        {"step_s": float("inf")},
-        {"reported_at": float("nan")},
-    ],
-)
-def test_nonsense_in_a_report_raises(stats: dict[str, Any]) -> None:
-    with pytest.raises((ValueError, TypeError)):
-        FleetTable().report("a", stats)
+NONSENSE = ("many", None, [], float("nan"), float("inf"), -1, 1e300, 2**70)
+
+
+@pytest.mark.parametrize("name", [*COLUMNS, "reported_at", "weight_version", "page_size"])
+@pytest.mark.parametrize("value", NONSENSE)
+def test_nonsense_in_a_report_raises_and_changes_nothing(name: str, value: Any) -> None:
+    fleet = table(a={"prefill_tokens": 500}, b={"prefill_tokens": 2000})
+    with pytest.raises((ValueError, TypeError, OverflowError)):
+        fleet.report("a", {name: value})
+    assert firsts(choice(fleet), fleet) == {"a": 100}
+
+
+def test_names_that_are_cut_off_are_no_report() -> None:
+    with pytest.raises(ValueError, match="multiple"):
+        FleetTable().report("a", {"prefixes": b"odd"})
 
 
 def num_calls(num_replicas: int) -> int:

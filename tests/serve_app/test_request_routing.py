@@ -52,9 +52,9 @@ def fleet(policy: str = "prefix", **reports: dict[str, Any]) -> RequestRouting:
 
 
 def test_hints_say_what_to_expect_and_the_limit_bounds_it() -> None:
-    def work(expected: int, limit: int | None, number: int = 1) -> Work:
+    def work(expected: int, limit: int | None, number: int = 1, room: int = 0) -> Work:
         sampling = SamplingParams(max_new_tokens=limit, num_return_sequences=number)
-        hints = WorkloadHints(expected_generated_length=expected)
+        hints = WorkloadHints(expected_generated_length=expected, max_generated_length=room)
         return expected_work(GenerateRequest("r", [1] * 10, sampling, hints))
 
     assert work(30, 100) == Work(10, 30)
@@ -62,6 +62,8 @@ def test_hints_say_what_to_expect_and_the_limit_bounds_it() -> None:
     assert work(30, 20) == Work(10, 20)
     assert work(0, None) == Work(10, DEFAULT_EXPECTED_TOKENS)
     assert work(30, 100, 4) == Work(10, 120, 4)
+    assert work(2**31 - 1, None, room=500) == work(0, None, room=500) == Work(10, 500)
+    assert work(2**31 - 1, None, 4, room=500) == Work(10, 2000, 4)
 
 
 def test_a_request_goes_where_its_prefix_is_unless_that_replica_is_too_busy() -> None:

@@ -87,7 +87,7 @@ def with_its_parts_replaced(value: Any) -> Iterator[Any]:
         yield value + value
         for index, part in enumerate(value):
             yield value[:index] + value[index + 1 :]
-            yield from (value[:index] + [changed] + value[index + 1 :] for changed in with_its_parts_replaced(part))
+            yield from ([*value[:index], changed, *value[index + 1 :]] for changed in with_its_parts_replaced(part))
 
 
 def test_the_point_of_another_prompt_is_refused() -> None:

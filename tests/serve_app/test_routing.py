@@ -119,7 +119,10 @@ async def test_all_handles_of_a_process_share_what_they_know() -> None:
     assert share_routing("test", "work") is not router._routing
 
 
-@pytest.mark.parametrize("stats", [{"decode_tokens": "many"}, {"reported_at": [None]}, 7, {"prefixes": 3.5}])
+@pytest.mark.parametrize(
+    "stats",
+    [{"decode_tokens": "many"}, {"reported_at": [None]}, 7, {"prefixes": 3.5}, {"weight_version": float("inf")}],
+)
 async def test_nonsense_in_a_report_is_counted_and_changes_nothing_for_others(stats: Any) -> None:
     router = Router(Replica("a", stats), Replica("b", SPEED))
     assert router._routing.reasons["fallback"] == 1
