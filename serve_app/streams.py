@@ -51,8 +51,11 @@ class TokenStream:
 
     @property
     def remaining_tokens(self) -> int:
-        """Tokens still expected; at least one, since the request is not over."""
-        return max(1, self._expected_tokens - self.num_tokens)
+        """Tokens still expected; at least one, since the request is not over.
+
+        An answer longer than was expected goes on for a while, as lengths have heavy tails: a tenth of what it has.
+        """
+        return max(1, self._expected_tokens - self.num_tokens, self.num_tokens // 10)
 
     def deliver(self, output: GenerationOutput) -> None:
         """Takes what the engine has for one sequence of this request."""

@@ -139,3 +139,9 @@ async def test_a_failure_does_not_wait_for_its_turn() -> None:
     opened.fail("the engine has died")
     event = await asyncio.wait_for(opened.read(apart_s=3600.0), DEADLINE_S)
     assert (event.finish_reason, event.error) == ("failed", "the engine has died")
+
+
+async def test_an_answer_longer_than_expected_is_expected_to_go_on() -> None:
+    opened = stream(limit=10_000, expected=20)
+    opened.deliver(output([7] * 500, (WeightSpan(1, 0, 500),)))
+    assert opened.remaining_tokens == 50
