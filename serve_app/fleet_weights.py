@@ -32,7 +32,7 @@ from serve_app.messages import (
     WeightSource,
 )
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
-from serve_app.pause_leases import BARRIER, PauseLeases
+from serve_app.pause_leases import BARRIER, HELD_BACK_S, PauseLeases
 from serve_app.protocol.errors import LeaseGone, RollingFailed, VersionUnavailable
 from serve_app.replica_reports import ReplicaReports
 from serve_app.settings import WeightSettings
@@ -114,7 +114,11 @@ class FleetWeights:
         self._replace_stragglers()
         self._set_gauges()
         committed = await self.committed()
-        return replace(committed, pauses=self._pauses_of(report.replica_id), ended_pauses=self._leases.ended())
+        pauses = self._pauses_of(report.replica_id)
+        # A controller that has restarted does not know of them.
+        kept = {order.lease_id for order in pauses}
+        over = [one.lease_id for one in report.leases if one.lease_id.startswith(BARRIER) and one.lease_id not in kept]
+        return replace(committed, pauses=pauses, ended_pauses=(*self._leases.ended(), *over))
 
     async def digests(self, version: int) -> Mapping[str, str]:
         """Gives the digest of each tensor of a committed version, none where they are not known any more."""
@@ -360,7 +364,7 @@ class FleetWeights:
         orders = self._leases.orders()
         if swap_id is None or not self._two_phases.holds_back(replica_id):
             return orders
-        return (*orders, PauseOrder(_barrier_of(swap_id), self._settings.lease_s))
+        return (*orders, PauseOrder(_barrier_of(swap_id), HELD_BACK_S))
 
     async def _end_pauses(self, lease_ids: tuple[str, ...]) -> None:
         for lease_id in lease_ids:

@@ -11,6 +11,8 @@ NUM_ENDED = 64
 """Ended pauses that replicas are told of; more than end between two heartbeats."""
 BARRIER = "barrier-"
 """Begins the id under which a replica that comes too late for a swap is held back; nobody leases that."""
+HELD_BACK_S = 24 * 3600.0
+"""At most. It ends with the controller's word, as what a vote holds: others may generate with new weights by then."""
 
 
 class PauseLeases:

@@ -156,6 +156,27 @@ def test_a_commit_that_fails_everywhere_is_taken_back(fleet: SimulatedFleet) -> 
     assert_all_serve(fleet, 1)
 
 
+def test_a_replica_that_came_too_late_for_a_swap_waits_for_the_word_of_the_next_controller(
+    fleet: SimulatedFleet,
+) -> None:
+    async def die_while_they_resume(phase: str, replica: Replica) -> None:
+        if (phase, replica.name) == ("vote", "r0"):
+            fleet.add()
+            await asyncio.sleep(3)
+        elif phase == "resume":
+            fleet.kill_controller()
+
+    fleet.before_call = die_while_they_resume
+    fleet.swap("/1")
+    fleet.pass_time(2 * SETTINGS.lease_s)
+    assert "r3" not in fleet.generating()
+    assert fleet.weights is None
+    fleet.before_call = None
+    fleet.start_controller()
+    fleet.pass_time(15)
+    assert_all_serve(fleet, 2, num_replicas=4)
+
+
 def test_a_replica_that_starts_in_mid_swap_generates_only_the_new_version(fleet: SimulatedFleet) -> None:
     async def start(method: str, replica: Replica) -> None:
         if (method, replica.name) == ("vote", "r0"):
