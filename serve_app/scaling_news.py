@@ -1,7 +1,6 @@
 """Carries the reports of the autoscaling policy from Serve's controller to the weight controller.
 
-The policy must never wait, so a thread of its own sends what is latest. It ends by itself when the policy is asked no
-more.
+The policy must never wait, so a thread sends what is latest: one for all applications.
 """
 
 import asyncio
@@ -26,39 +25,43 @@ SILENT_S = 60.0
 
 
 class ScalingNews:
-    """The latest report on its way. `tell` may be called from any thread and never waits."""
+    """The latest report of an application on its way. `tell` may be called from any thread and never waits."""
 
     def __init__(self, application: str) -> None:
         self._application = application
+        self._sent: ScalingReport | None = None
+        self._sent_at = float("-inf")
+        self._told_at = float("-inf")
+        self._is_heard = True
         self._latest: ScalingReport | None = None
-        self._told_at = 0.0
-        self._thread: threading.Thread | None = None
 
     def tell(self, report: ScalingReport) -> None:
         """Has a report sent; one that was not sent yet is overtaken."""
         self._latest, self._told_at = report, time.monotonic()
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="scaling-news", daemon=True)
-            self._thread.start()
+        with _lock:
+            _carried.add(self)
+            if not _threads:
+                _threads.append(threading.Thread(target=_carry, name="scaling-news", daemon=True))
+                _threads[0].start()
 
-    def _run(self) -> None:
-        asyncio.run(self._send_all())
+    async def send_news(self) -> None:
+        """Sends the latest report where it is news, or was not said for a while; never raises."""
+        report, now = self._latest, time.monotonic()
+        if report is None or not (_is_news(report, self._sent) or now - self._sent_at >= REPEAT_S):
+            return
+        self._sent_at = now
+        try:
+            await self._send(report)
+            self._sent, self._is_heard = report, True
+        except Exception as error:  # noqa: BLE001  # Ray raises many kinds; it is said again soon
+            if self._is_heard:
+                logger.warning("event=scaling_news_failed error=%r", error)
+            self._is_heard = False
 
-    async def _send_all(self) -> None:
-        sent: ScalingReport | None = None
-        sent_at, is_heard = float("-inf"), True
-        while time.monotonic() - self._told_at < SILENT_S:
-            report = self._latest
-            if report is not None and (_is_news(report, sent) or time.monotonic() - sent_at >= REPEAT_S):
-                sent_at = time.monotonic()
-                try:
-                    await self._send(report)
-                    sent, is_heard = report, True
-                except Exception as error:  # noqa: BLE001  # Ray raises many kinds; it is said again soon
-                    if is_heard:
-                        logger.warning("event=scaling_news_failed error=%r", error)
-                    is_heard = False
-            await asyncio.sleep(LOOK_INTERVAL_S)
+    @property
+    def is_silent(self) -> bool:
+        """Whether its policy was not asked for so long that its application must be gone."""
+        return time.monotonic() - self._told_at > SILENT_S
 
     async def _send(self, report: ScalingReport) -> None:
         # Looked up each time, because the application may have been deployed anew; Serve keeps handles.
@@ -74,3 +77,23 @@ def _is_news(report: ScalingReport, sent: ScalingReport | None) -> bool:
         sent.reason,
         sent.num_failures,
     )
+
+
+_lock = threading.Lock()
+_carried: set[ScalingNews] = set()
+_threads: list[threading.Thread] = []
+"""At most one, for ever: Serve keeps its handles for the whole process, each bound to the event loop it was made in."""
+
+
+def _carry() -> None:
+    asyncio.run(_send_all())
+
+
+async def _send_all() -> None:
+    while True:
+        with _lock:
+            _carried.difference_update([news for news in _carried if news.is_silent])
+            carried = list(_carried)
+        for news in carried:
+            await news.send_news()
+        await asyncio.sleep(LOOK_INTERVAL_S)
