@@ -79,6 +79,8 @@ class Figures:
 
     title: str
     num_bytes: int
+    first_s: float
+    """Of staging into memory that is new to the process."""
     stage_s: float
     wait_s: list[float]
     step_s: float
@@ -100,27 +102,26 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     print(f"{machine()}\nLoad of the machine at the start: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    found, slowdowns = [], []
+    found, slowdowns = [], list[str]()
     for text in arguments.sizes.split(","):
         gigabytes, num_tensors = text.split(":")
         size = Size(float(gigabytes), int(num_tensors))
         with TemporaryDirectory(dir=arguments.folder) as folder:
-            figures, slowdown = measure(size, Path(folder), num_commits=arguments.commits, has_streams=not slowdowns)
+            figures, slowdown = measure(size, Path(folder), num_commits=arguments.commits)
         found.append(figures)
-        slowdowns += slowdown
+        slowdowns.append(slowdown)
         gc.collect()
     print_tables(found, slowdowns)
 
 
-def measure(size: Size, folder: Path, *, num_commits: int, has_streams: bool) -> tuple[Figures, list[str]]:
-    """Gives the figures of one size, and lines about streams beside staging where asked for."""
+def measure(size: Size, folder: Path, *, num_commits: int) -> tuple[Figures, str]:
+    """Gives the figures of one size, and a line about streams beside staging."""
     model = make_model(size)
     save(model, folder / "first", scale=1.0)
     save(model, folder / "second", scale=0.5)
-    slowdown = []
     with running(model) as manager:
-        if has_streams:
-            slowdown = [*stream_lines(manager, folder)]
+        first_s = timed(lambda: manager.stage_weights(folder / "second").discard())
+        slowdown = stream_line(manager, folder, size.title)
         started = perf_counter()
         staged = manager.stage_weights(folder / "second")
         stage_s = perf_counter() - started
@@ -136,7 +137,18 @@ def measure(size: Size, folder: Path, *, num_commits: int, has_streams: bool) ->
     in_place_s, copy_s = time_in_place(model, folder)
     return (
         Figures(
-            size.title, num_bytes, stage_s, wait_s, step_s, commit_s, in_place_s, copy_s, inside_s, digest_s, probe_s
+            size.title,
+            num_bytes,
+            first_s,
+            stage_s,
+            wait_s,
+            step_s,
+            commit_s,
+            in_place_s,
+            copy_s,
+            inside_s,
+            digest_s,
+            probe_s,
         ),
         slowdown,
     )
@@ -237,7 +249,7 @@ def timed(action: Callable[[], None]) -> float:
     return perf_counter() - started
 
 
-def stream_lines(manager: ContinuousBatchingManager, folder: Path) -> Iterator[str]:
+def stream_line(manager: ContinuousBatchingManager, folder: Path, title: str) -> str:
     """Counts the tokens of running streams alone, beside staging, and alone again."""
     before = tokens_per_s(manager)
     stop, read = threading.Event(), [0, 0.0]
@@ -257,8 +269,8 @@ def stream_lines(manager: ContinuousBatchingManager, folder: Path) -> Iterator[s
     thread.join()
     after = tokens_per_s(manager)
     alone = (before + after) / 2
-    yield (
-        f"| {alone:.1f} | {beside:.1f} | {1 - beside / alone:.0%} | {read[0] / GB / read[1]:.2f} GB/s |"
+    return (
+        f"| {title} | {alone:.1f} | {beside:.1f} | {1 - beside / alone:.0%} | {read[0] / GB / read[1]:.2f} GB/s |"
         f" {torch.get_num_threads()} |"
     )
 
@@ -272,11 +284,11 @@ def tokens_per_s(manager: ContinuousBatchingManager) -> float:
 
 def print_tables(found: list[Figures], slowdowns: list[str]) -> None:
     """Prints the figures beside the published ones."""
-    print("\n| weights | staged | wait for the step | longest step | commit, parked to running | longest of them |")
-    print("|---|---|---|---|---|---|")
+    print("\n| weights | staged first | staged again | wait | longest step | commit | longest of them |")
+    print("|---|---|---|---|---|---|---|")
     for one in found:
         print(
-            f"| {one.title} | {one.stage_s:.2f} s, {one.num_bytes / GB / one.stage_s:.2f} GB/s |"
+            f"| {one.title} | {one.first_s:.2f} s | {one.stage_s:.2f} s, {one.num_bytes / GB / one.stage_s:.2f} GB/s |"
             f" {max(one.wait_s) * 1e3:.0f} ms | {one.step_s * 1e3:.0f} ms | {median(one.commit_s) * 1e3:.1f} ms |"
             f" {max(one.commit_s) * 1e3:.1f} ms |"
         )
@@ -289,8 +301,8 @@ def print_tables(found: list[Figures], slowdowns: list[str]) -> None:
             f" {one.in_place_s / one.copy_s:.2f}x | {one.inside_s:.2f} s | {one.digest_s:.2f} s,"
             f" {size / one.digest_s:.1f} GB/s | {one.probe_s:.2f} s |"
         )
-    print("\n| streams alone, tokens/s | beside staging | slower by | staging meanwhile | threads |")
-    print("|---|---|---|---|---|")
+    print("\n| weights | streams alone, tokens/s | beside staging | slower by | staging meanwhile | threads |")
+    print("|---|---|---|---|---|---|")
     print("\n".join(slowdowns))
     largest = found[-1]
     size = largest.num_bytes / GB

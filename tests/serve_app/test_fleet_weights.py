@@ -42,6 +42,7 @@ from serve_app.two_phase_swap import Checked
 from serve_app.weight_follower import WeightFollower
 from serve_app.weight_history import WeightHistory
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
+from tests.waiting import eventually
 
 SETTINGS = WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=2)
 DEADLINE_S = 30.0
@@ -541,7 +542,8 @@ async def test_replicas_behind_the_manifest_catch_up_to_it(
     await history.commit(CommittedVersion(version + 1, WeightSource(folders["second"]), swap_id="s"))
     fleet.new_controller(tmp_path)
     await fleet.recover()
-    assert fleet.versions() == [version + 1] * 2
+    # Catching up goes on beside a heartbeat.
+    await eventually(fleet.versions, until=lambda versions: versions == [version + 1] * 2)
     assert {follower.source for follower in fleet.followers.values()} == {WeightSource(folders["second"])}
 
 
