@@ -25,6 +25,20 @@ from serve_app.cli.bench.prompts import read_prompts, synthetic_prompts
 from serve_app.cli.failure import CommandFailed
 from tests.ports import free_port
 
+RUBBISH = {
+    "words": "not json",
+    "null": "null",
+    "list": "[1]",
+    "number": "7",
+    "choices": '{"choices": 5}',
+    "choice": '{"choices": [null]}',
+    "usage": '{"choices": [], "usage": 5}',
+    "count": '{"choices": [], "usage": {"completion_tokens": "many"}}',
+    "error": '{"error": null}',
+    "plain error": '{"error": "a sentence"}',
+    "cut": '{"choices": [{"text": "a"}]}',
+}
+"""The one event of a stream that then ends."""
 KEY = "user-0123456789abcdef"
 
 
@@ -59,6 +73,9 @@ class Endpoint:
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         try:
+            if body["model"] in RUBBISH:
+                yield f"data: {RUBBISH[body['model']]}\n\n"
+                return
             texts = ["a"] * (0 if body["model"] == "empty" else body["max_tokens"] // 2)
             for text in texts:
                 await asyncio.sleep(0.005)
@@ -99,6 +116,24 @@ def bench(monkeypatch: pytest.MonkeyPatch, endpoint: Endpoint, *arguments: str |
 
 def levels(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return list(json.loads(capsys.readouterr().out)["levels"])
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_rubbish_is_the_failure_of_its_request(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    options = ("--model", kind, "--completions", "--concurrency", "2", "--requests", "2", "--json")
+    assert bench(monkeypatch, endpoint, *options) == 1
+    (level,) = levels(capsys)
+    assert (level["num_answered"], level["num_failed"], len(level["errors"])) == (0, 2, 1)
+
+
+def test_a_plot_that_cannot_be_written_is_told_before_any_request(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert bench(monkeypatch, endpoint, "--plot", tmp_path / "none" / "figures.svg") == 1
+    assert "there is no folder" in capsys.readouterr().err
+    assert endpoint.bodies == []
 
 
 def test_each_level_keeps_so_many_requests_open(

@@ -54,6 +54,8 @@ class Timed:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     num_chunks: int = 0
+    is_whole: bool = False
+    """It was told where the answer ends."""
     error: str | None = None
 
     @property
@@ -137,6 +139,8 @@ async def send_one(client: httpx.AsyncClient, target: Target, prompt: dict[str, 
         timed.error = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_LENGTH].rstrip(": ")
     if timed.error is None and not timed.num_chunks:
         timed.error = "the stream ended without a token"
+    if timed.error is None and not timed.is_whole:
+        timed.error = "the stream was cut: it ended without a finish reason or [DONE]"
     # Where an endpoint counts nothing, a chunk stands for a token.
     timed.num_tokens = timed.num_tokens or timed.num_chunks
     return timed
@@ -145,19 +149,31 @@ async def send_one(client: httpx.AsyncClient, target: Target, prompt: dict[str, 
 def _read_event(data: str, timed: Timed, due: float) -> None:
     now = time.perf_counter() - due
     if data == "[DONE]":
+        timed.is_whole = True
         return
     try:
         event = json.loads(data)
     except ValueError:
         timed.error = f"an event is no JSON: {data[:80]}"
         return
+    try:
+        _take_event(event, timed, now)
+    except (TypeError, ValueError, AttributeError):
+        timed.error = f"an event is no part of an answer: {data[:80]}"
+
+
+def _take_event(event: Any, timed: Timed, now: float) -> None:
+    """Raises TypeError and its like for what no endpoint of this kind sends."""
     if "error" in event:
-        timed.error = str((event["error"] or {}).get("message", event["error"]))[:MAX_MESSAGE_LENGTH]
+        error = event["error"]
+        timed.error = str(error.get("message", error) if isinstance(error, dict) else error)[:MAX_MESSAGE_LENGTH]
         return
     if usage := event.get("usage"):
-        timed.num_tokens = usage.get("completion_tokens", 0)
-        timed.num_prompt_tokens = usage.get("prompt_tokens", 0)
-    if any(_has_text(choice) for choice in event.get("choices", ())):
+        timed.num_tokens = int(usage.get("completion_tokens") or 0)
+        timed.num_prompt_tokens = int(usage.get("prompt_tokens") or 0)
+    choices = event.get("choices") or ()
+    timed.is_whole = timed.is_whole or any(choice.get("finish_reason") for choice in choices)
+    if any(_has_text(choice) for choice in choices):
         timed.num_chunks += 1
         timed.first_token_s = timed.first_token_s or now
         timed.total_s = now

@@ -28,9 +28,11 @@ Series = dict[str, list[float | None]]
 
 
 def check_format(path: Path) -> None:
-    """Raises CommandFailed for a name that is neither."""
+    """Raises CommandFailed for a name that is neither, and for one in no folder: before all the work, not after it."""
     if path.suffix not in FORMATS:
         raise CommandFailed(f"{path} is no plot; name a file that ends in {' or '.join(FORMATS)}")
+    if not path.absolute().parent.is_dir():
+        raise CommandFailed(f"{path} cannot be written: there is no folder {path.absolute().parent}; make it first")
 
 
 def write_plot(figures: Sequence[Figures], path: Path, *, title: str) -> None:
