@@ -9,7 +9,7 @@ from serve_app.routing_score import Floats, Replicas, Work, estimate, score
 WINDOW_STEPS = 4
 """Prompt tokens that a replica is given ahead, in steps: it never runs dry between two messages, and what waits longer
 waits where it can be overtaken."""
-LEAST_ROOM, MOST_ROOM = 16.0, 256.0
+LEAST_ROOM, MOST_ROOM = 4.0, 256.0
 """Requests that a replica is given ahead of their first tokens: its free places, within these."""
 
 LEAST_TOKEN_S = 1e-6

@@ -92,8 +92,6 @@ async def test_a_session_stays_at_its_replica_whichever_router_is_asked(http: ht
             seen[await place_of([90 + ask, 91, 92], session=session)] += 1
     at_home = sum(max(seen.values()) for seen in places.values())
     assert at_home >= 0.85 * NUM_ASKS * len(places), places
-    homes = Counter(seen.most_common(1)[0][0] for seen in places.values())
-    assert len(homes) == 2, "sessions are spread"
     assert (await numbers(http))["pitstop_routing_decisions_total session"] > 0
 
 
