@@ -24,7 +24,7 @@ from benchmarks.fleet.routers import ROUTERS
 from benchmarks.fleet.scaled import simulate_scaled
 from benchmarks.fleet.simulation import Case, Outcome, simulate
 from benchmarks.fleet.traffic import Scale, load, scales
-from serve_app.scaling import ScalingTargets
+from serve_app.scaling.decision import ScalingTargets
 
 WORKLOADS = ("chat", "agents", "rollouts", "bursts")
 PARTS = ("grid", "delays", "routers", "sizes", "crash", "rates", "scaling", "decision")

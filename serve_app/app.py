@@ -7,12 +7,12 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
-from serve_app.autoscaling import WorkPolicy
 from serve_app.controller import WeightController
 from serve_app.replica import EngineReplica
 from serve_app.router import Router
-from serve_app.routing import WorkRouter
-from serve_app.scaling import ScalingTargets
+from serve_app.routing.work_router import WorkRouter
+from serve_app.scaling.decision import ScalingTargets
+from serve_app.scaling.work_policy import WorkPolicy
 from serve_app.settings import AppSettings, ReplicaSettings
 
 MAX_ONGOING_REQUESTS = 10_000

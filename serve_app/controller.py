@@ -11,10 +11,7 @@ from ray import serve
 
 from engine import InvalidRequest, PitstopError, WeightsError
 from serve_app.broadcast import call_all, kill_replica
-from serve_app.buckets import load_bucket
-from serve_app.collective import Meeting, PieceHeader
 from serve_app.drains import Drains
-from serve_app.fleet_weights import FleetWeights
 from serve_app.messages import (
     CommittedWeights,
     DrainRequest,
@@ -33,15 +30,18 @@ from serve_app.messages import (
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
 from serve_app.model_store import resolve_model
 from serve_app.ray_agent import start_mirror
-from serve_app.receiver import ReceiverHandle
-from serve_app.scaling_meter import ScalingMeter
+from serve_app.scaling.meter import ScalingMeter
 from serve_app.scaling_report import ScalingReport
 from serve_app.settings import AppSettings
-from serve_app.source_check import CheckAlone
-from serve_app.swap_sessions import SwapSessions
 from serve_app.uninterrupted import run_uninterrupted
-from serve_app.weight_history import WeightHistory
-from serve_app.weight_store import WeightStore
+from serve_app.weights.buckets import load_bucket
+from serve_app.weights.collective import Meeting, PieceHeader
+from serve_app.weights.fleet_weights import FleetWeights
+from serve_app.weights.history import WeightHistory
+from serve_app.weights.receiver import ReceiverHandle
+from serve_app.weights.source_check import CheckAlone
+from serve_app.weights.store import WeightStore
+from serve_app.weights.swap_sessions import SwapSessions
 
 CONTROLLER_DEPLOYMENT = "WeightController"
 ENGINE_DEPLOYMENT = "EngineReplica"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine import EngineStats
-from serve_app.prefix_map import pack_names
+from serve_app.routing.prefix_map import pack_names
 from serve_app.settings import AutoscalingSettings
 from serve_app.streams import TokenStream
 

@@ -28,11 +28,7 @@ from engine import (
     TokenConstraint,
 )
 from serve_app.door import Door
-from serve_app.fleet_member import CannotJoin, ControllerCalls, FleetMember
-from serve_app.grammar import GrammarCompiler
-from serve_app.leased_pauses import LeasedPauses
 from serve_app.load_meter import LoadMeter
-from serve_app.manifest import FILE_NAME as MANIFEST_NAME
 from serve_app.messages import (
     DrainOrder,
     GenerateRequest,
@@ -51,7 +47,11 @@ from serve_app.ray_agent import start_mirror
 from serve_app.request_timer import RequestTimer
 from serve_app.settings import AppSettings
 from serve_app.streams import TokenStream
-from serve_app.weight_follower import WeightFollower
+from serve_app.text.grammar import GrammarCompiler
+from serve_app.weights.fleet_member import CannotJoin, ControllerCalls, FleetMember
+from serve_app.weights.follower import WeightFollower
+from serve_app.weights.leased_pauses import LeasedPauses
+from serve_app.weights.manifest import FILE_NAME as MANIFEST_NAME
 
 logger = logging.getLogger("ray.serve.pitstop")
 

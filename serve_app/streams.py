@@ -5,9 +5,9 @@ import time
 from contextlib import suppress
 
 from engine import FinishReason, GenerationOutput, TopLogprobs, WeightSpan, sequence_ids
-from serve_app.expected_work import expected_work
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.protocol.errors import ReplicaDraining
+from serve_app.routing.expected_work import expected_work
 
 
 class TokenStream:

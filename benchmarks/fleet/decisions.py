@@ -7,9 +7,9 @@ import numpy as np
 
 from benchmarks.fleet.simulation import MAX_NAMES
 from benchmarks.fleet.traffic import PAGE_SIZE, Scale
-from serve_app.fleet_table import FleetTable
-from serve_app.replica_choice import ReplicaChoice, RoutingPolicy
-from serve_app.routing_score import Work
+from serve_app.routing.fleet_table import FleetTable
+from serve_app.routing.replica_choice import ReplicaChoice, RoutingPolicy
+from serve_app.routing.score import Work
 
 NUM_CHOICES = 2000
 PROMPT_BLOCKS = 8

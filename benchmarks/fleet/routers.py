@@ -11,12 +11,12 @@ import numpy as np
 
 from benchmarks.fleet.replica import Replica
 from benchmarks.fleet.traffic import PAGE_SIZE, Turn
-from serve_app.fleet_table import FleetTable
-from serve_app.output_lengths import OutputLengths, expected_tokens
-from serve_app.prefix_map import SentPrefixes, ToldPrefixes, hit_tokens
-from serve_app.replica_choice import ReplicaChoice, RoutingPolicy
-from serve_app.routing_score import Work, score
-from serve_app.sent_work import SentWork
+from serve_app.routing.fleet_table import FleetTable
+from serve_app.routing.output_lengths import OutputLengths, expected_tokens
+from serve_app.routing.prefix_map import SentPrefixes, ToldPrefixes, hit_tokens
+from serve_app.routing.replica_choice import ReplicaChoice, RoutingPolicy
+from serve_app.routing.score import Work, score
+from serve_app.routing.sent_work import SentWork
 
 QUEUE_LENGTH_TTL_S = 10.0
 """After which Ray Serve asks a replica again instead of trusting what it knows."""
@@ -55,7 +55,7 @@ class Router:
 
 
 class Ours(Router):
-    """`serve_app.replica_choice`, with reports that lag."""
+    """`serve_app.routing.replica_choice`, with reports that lag."""
 
     needs_reports = True
     policy = RoutingPolicy.PREFIX

@@ -1,4 +1,4 @@
-"""A run whose fleet grows and shrinks as `serve_app.scaling` decides."""
+"""A run whose fleet grows and shrinks as `serve_app.scaling.decision` decides."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks.fleet.simulation import Case, Outcome, Run
 from benchmarks.fleet.traffic import Scale, Turn
-from serve_app.scaling import FleetLoad, ScalingState, ScalingTargets, decide
+from serve_app.scaling.decision import FleetLoad, ScalingState, ScalingTargets, decide
 
 DECIDE_EVERY_S = 0.5
 

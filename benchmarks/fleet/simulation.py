@@ -12,7 +12,7 @@ import numpy as np
 from benchmarks.fleet.replica import Replica
 from benchmarks.fleet.routers import ROUTERS, Oracle, Ours, Router
 from benchmarks.fleet.traffic import Scale, Turn, draw, load
-from serve_app.fleet_table import FleetTable
+from serve_app.routing.fleet_table import FleetTable
 
 PREFIXES_EVERY_S = 1.0
 MAX_NAMES = 1024

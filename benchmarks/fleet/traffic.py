@@ -15,7 +15,7 @@ PAGE_SIZE = 256
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A kind of replica: times of a step as in `serve_app.routing_score`, and its room."""
+    """A kind of replica: times of a step as in `serve_app.routing.score`, and its room."""
 
     name: str
     step_s: float

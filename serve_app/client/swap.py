@@ -26,7 +26,7 @@ from serve_app.client.transport import (
 from serve_app.messages import SessionRequest, SessionState, SwapResult
 from serve_app.protocol.errors import NoReplica, ReplicaLost, SwapSessionGone
 from serve_app.router.handle_stream import call
-from serve_app.tensor_pieces import NamedTensors, TensorPiece, cut_buckets
+from serve_app.weights.tensor_pieces import NamedTensors, TensorPiece, cut_buckets
 
 RENEWALS_PER_LEASE = 4
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import ray
 
 from engine import InvalidRequest
-from serve_app.collective import TRAINER, Meeting, PairGroup, check_backend, open_store, pack
-from serve_app.tensor_pieces import TensorPiece
+from serve_app.weights.collective import TRAINER, Meeting, PairGroup, check_backend, open_store, pack
+from serve_app.weights.tensor_pieces import TensorPiece
 
 TRANSPORTS = ("object_store", "torch_distributed")
 Written = Callable[[int], Awaitable[None]]

@@ -8,12 +8,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serve_app.expected_work import expected_work
-from serve_app.fair_line import FairLine, Outlook, Refusal, Verdict, judge
 from serve_app.messages import GenerateRequest
 from serve_app.metrics import Recorder
-from serve_app.prospect import Prospect
 from serve_app.protocol.errors import DeadlineExceeded, DeadlineTooShort, LineFull, TooLate
+from serve_app.routing.expected_work import expected_work
+from serve_app.routing.fair_line import FairLine, Outlook, Refusal, Verdict, judge
+from serve_app.routing.prospect import Prospect
 from serve_app.settings import LimitSettings
 
 ADMISSIONS = "pitstop_admissions_total"

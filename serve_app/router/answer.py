@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from engine import FinishReason, InvalidRequest, TopLogprobs, WeightSpan
 from serve_app.messages import TokenEvent
-from serve_app.text import Detokeniser, StopMatcher, Tokenizer
+from serve_app.text.tokenizer import Detokeniser, StopMatcher, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,14 @@ from typing import Any
 from engine import InvalidRequest
 from serve_app.messages import Grammar
 from serve_app.protocol.requests import ChatRequest, Message
-from serve_app.reasoning import OPENING as THINK
-from serve_app.reasoning import ReasoningParser
 from serve_app.router.message_parts import MessageParts
 from serve_app.settings import AppSettings
-from serve_app.text import Tokenizer
-from serve_app.tool_calls import MARKERS, OPENING, PYTHON_TAG, ToolCallParser, ToolStyle
-from serve_app.tool_grammar import ARGS_MARKER, call_grammar
-from serve_app.tool_prompt import with_tools_told
+from serve_app.text.reasoning import OPENING as THINK
+from serve_app.text.reasoning import ReasoningParser
+from serve_app.text.tokenizer import Tokenizer
+from serve_app.text.tool_calls import MARKERS, OPENING, PYTHON_TAG, ToolCallParser, ToolStyle
+from serve_app.text.tool_grammar import ARGS_MARKER, call_grammar
+from serve_app.text.tool_prompt import with_tools_told
 
 MISTRAL_ID_LENGTH = 9
 """Mistral's templates take ids of no other length."""

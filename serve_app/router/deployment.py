@@ -37,7 +37,7 @@ from serve_app.router.resuming_stream import ResumeMeter
 from serve_app.router.service import Ask, GenerationService, Prompt
 from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
-from serve_app.text import Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 
 MAX_ONGOING_REQUESTS = 10_000
 """Serve's own queue polls with back-off, so it must never fill; `limits.max_queued_requests` refuses long before."""

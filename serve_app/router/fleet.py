@@ -24,10 +24,10 @@ from serve_app.messages import (
     SwapResult,
 )
 from serve_app.protocol.errors import NoReplica, SwapUnfinished
-from serve_app.request_routing import RequestRouting
 from serve_app.router.handle_stream import HandleStream, call
 from serve_app.router.version_watch import FleetVersions, VersionWatch
-from serve_app.routing_state import find_routing
+from serve_app.routing.request_routing import RequestRouting
+from serve_app.routing.state import find_routing
 from serve_app.settings import AppSettings
 
 logger = logging.getLogger("ray.serve.pitstop")

@@ -12,9 +12,9 @@ from contextvars import Context
 from typing import Protocol
 
 from engine import PitstopError
-from serve_app import routing_signals
 from serve_app.messages import FleetStatus
 from serve_app.protocol.errors import ReplicaDraining, ReplicaSilent
+from serve_app.routing import signals as routing_signals
 
 logger = logging.getLogger("ray.serve.pitstop")
 

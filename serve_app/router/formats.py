@@ -28,7 +28,7 @@ from serve_app.router.answer import Answer, Piece
 from serve_app.router.choices import Choices
 from serve_app.router.logprobs import LogprobWriter, joined
 from serve_app.router.message_parts import MessagePart, MessageParts
-from serve_app.text import Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from serve_app.protocol.responses import (
     TopLogprob,
 )
 from serve_app.router.answer import Answer, Piece
-from serve_app.text import REPLACEMENT, Detokeniser, Tokenizer
+from serve_app.text.tokenizer import REPLACEMENT, Detokeniser, Tokenizer
 
 LEAST = -9999.0
 """OpenAI's number for a token that never comes; JSON has no infinity."""

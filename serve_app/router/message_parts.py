@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 from engine import FinishReason
 from serve_app.protocol.responses import CallDelta, FunctionDelta
-from serve_app.reasoning import ReasoningParser
 from serve_app.router.answer import Piece
-from serve_app.tool_calls import CallDelta as ParsedCall
-from serve_app.tool_calls import ToolCallParser
+from serve_app.text.reasoning import ReasoningParser
+from serve_app.text.tool_calls import CallDelta as ParsedCall
+from serve_app.text.tool_calls import ToolCallParser
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 
 from serve_app.metric_aliases import with_aliases
 from serve_app.metrics import Recorder, merge_expositions
-from serve_app.request_routing import REASONS, RequestRouting
 from serve_app.router.admission import Admission
 from serve_app.router.fleet import Fleet
+from serve_app.routing.request_routing import REASONS, RequestRouting
 
 
 class RouterNumbers:

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from engine import FinishReason
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.metrics import Recorder
-from serve_app.output_lengths import OutputLengths
-from serve_app.request_routing import RequestRouting
 from serve_app.router.generation import TokenEvents
+from serve_app.routing.output_lengths import OutputLengths
+from serve_app.routing.request_routing import RequestRouting
 
 HITS = "pitstop_routing_hit_tokens_total"
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Protocol
 
 from engine import DuplicateRequest, EngineDead, EngineStopped, FinishReason, PitstopError, QueueFull, WeightVersionGone
-from serve_app import routing_signals
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.metrics import Recorder
 from serve_app.protocol.errors import (
@@ -20,6 +19,7 @@ from serve_app.router.fleet import Fleet
 from serve_app.router.fleet_watch import FleetWatch
 from serve_app.router.progress import Progress
 from serve_app.router.versioned_stream import VersionedStream
+from serve_app.routing import signals as routing_signals
 from serve_app.settings import AppSettings
 
 logger = logging.getLogger("ray.serve.pitstop")

@@ -13,7 +13,6 @@ from typing import Any
 
 from engine import ContextLengthExceeded, InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.messages import GenerateRequest, Grammar
-from serve_app.prospect import Prospect
 from serve_app.protocol.parsing import shorten, validate
 from serve_app.protocol.requests import ChatRequest, Conversation, GenerationRequest, Message
 from serve_app.resume_point import ResumePoint, ResumeTrail, check_point
@@ -29,8 +28,9 @@ from serve_app.router.request_observer import RequestObserver
 from serve_app.router.resuming_stream import ResumeMeter, ResumingStream
 from serve_app.router.tenants import Tenants
 from serve_app.router.version_meter import MeteredEvents, VersionMeter
+from serve_app.routing.prospect import Prospect
 from serve_app.settings import AppSettings
-from serve_app.text import Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("ray.serve.pitstop")
 

@@ -12,7 +12,7 @@ from benchmarks.fleet.scaled import simulate_scaled
 from benchmarks.fleet.simulation import Case, simulate
 from benchmarks.fleet.traffic import PAGE_SIZE, Scale, Turn, draw, load, scales
 from benchmarks.fleet_sim import _rate_at
-from serve_app.scaling import ScalingTargets
+from serve_app.scaling.decision import ScalingTargets
 
 CPU = scales()["cpu"]
 SMALL = Case("chat", "ours", 0.7, num_replicas=4, num_routers=2, turns_per_replica=20)

@@ -13,7 +13,6 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from engine import ContinuousBatchingManager, FinishReason
-from serve_app.grammar import GrammarCompiler
 from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, ReplicaReport, TokenEvent
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.protocol.errors import WeightVersionUnavailable
@@ -28,7 +27,8 @@ from serve_app.router.version_meter import VersionMeter
 from serve_app.router.version_watch import FleetVersions
 from serve_app.settings import AppSettings
 from serve_app.streams import TokenStream
-from serve_app.text import Tokenizer
+from serve_app.text.grammar import GrammarCompiler
+from serve_app.text.tokenizer import Tokenizer
 
 DEADLINE_S = 60.0
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine import PitstopError
 from serve_app.messages import CommittedVersion, SessionRequest, SwapRequest, SwapResult, WeightSource
-from serve_app.swap_checks import check_base
-from serve_app.swap_sessions import SwapSessions
-from serve_app.tensor_pieces import TensorPiece, cut_buckets
-from serve_app.weight_history import WeightHistory
-from serve_app.weight_store import WeightStore
+from serve_app.weights.history import WeightHistory
+from serve_app.weights.store import WeightStore
+from serve_app.weights.swap_checks import check_base
+from serve_app.weights.swap_sessions import SwapSessions
+from serve_app.weights.tensor_pieces import TensorPiece, cut_buckets
 
 LEASE_S = 10.0
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from engine import InvalidRequest, NotFinished, WeightsSourceError
-from serve_app.fleet_member import CannotJoin, ControllerCalls, FleetMember
-from serve_app.fleet_weights import FleetWeights
-from serve_app.leased_pauses import LeasedPauses
 from serve_app.messages import CommittedWeights, ReplicaReport, StagedDetails, SwapOrder, SwapRequest, WeightSource
 from serve_app.settings import WeightSettings
-from serve_app.two_phase_swap import Checked
-from serve_app.weight_follower import WeightFollower
-from serve_app.weight_history import WeightHistory
+from serve_app.weights.fleet_member import CannotJoin, ControllerCalls, FleetMember
+from serve_app.weights.fleet_weights import FleetWeights
+from serve_app.weights.follower import WeightFollower
+from serve_app.weights.history import WeightHistory
+from serve_app.weights.leased_pauses import LeasedPauses
+from serve_app.weights.two_phase_swap import Checked
 from tests.serve_app.virtual_loop import VirtualLoop
 
 SETTINGS = WeightSettings(

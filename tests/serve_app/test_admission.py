@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine import InvalidRequest, QueueFull, SamplingParams, WorkloadHints
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.metrics import ROUTER_METRICS, Recorder
-from serve_app.prospect import Prospect
 from serve_app.protocol.errors import DeadlineExceeded, DeadlineTooShort, LineFull, TooLate
 from serve_app.router.admission import Admission, Turn
 from serve_app.router.admitted_events import AdmittedEvents
+from serve_app.routing.prospect import Prospect
 from serve_app.settings import LimitSettings
 from tests.serve_app.virtual_loop import VirtualLoop
 

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from ray.serve.config import AutoscalingContext
 
-from serve_app.autoscaling import MAX_CHANGES, WorkPolicy, fleet_load
 from serve_app.metrics import CONTROLLER_METRICS, Recorder
-from serve_app.scaling_meter import ScalingMeter
+from serve_app.scaling.meter import ScalingMeter
+from serve_app.scaling.work_policy import MAX_CHANGES, WorkPolicy, fleet_load
 from serve_app.scaling_report import ScalingChange, ScalingReport
 
 TARGETS = {"minimum": 1, "maximum": 4, "work_s": 10.0, "up_after_s": 0.0, "down_after_s": 0.0}

@@ -10,15 +10,15 @@ from tiny_model import CHAT_TEMPLATE, byte_tokenizer
 from tokenizers import AddedToken
 
 from engine import FinishReason, InvalidRequest
-from serve_app.grammar import GrammarCompiler
 from serve_app.messages import TokenEvent
 from serve_app.protocol.parsing import parse_body
 from serve_app.protocol.requests import ChatRequest
 from serve_app.router.answer import Answer, Piece, TextRules
 from serve_app.router.chat_style import ChatStyle, chat_style
 from serve_app.settings import AppSettings
-from serve_app.text import Tokenizer
-from serve_app.tool_calls import ToolStyle
+from serve_app.text.grammar import GrammarCompiler
+from serve_app.text.tokenizer import Tokenizer
+from serve_app.text.tool_calls import ToolStyle
 from tests.serve_app.test_grammar import walk
 
 TOOLS_PART = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"

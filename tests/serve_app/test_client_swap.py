@@ -12,10 +12,10 @@ from ray.serve.handle import DeploymentHandle
 from engine import InvalidRequest, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.client import Swap, SyncSwap
 from serve_app.client.transport import GroupOptions
-from serve_app.collective import Meeting, PieceHeader
 from serve_app.messages import SessionRequest, SessionState, SwapResult
 from serve_app.protocol.errors import SwapSessionGone
-from serve_app.receiver import Receiver
+from serve_app.weights.collective import Meeting, PieceHeader
+from serve_app.weights.receiver import Receiver
 from tests.serve_app.session_fakes import Fleet, request
 
 GROUP = GroupOptions("gloo", 10.0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from engine import InvalidRequest, WeightsSourceError
 from serve_app.client.transport import GroupOptions, group_options
-from serve_app.collective import (
+from serve_app.weights.collective import (
     RECEIVER,
     TRAINER,
     Meeting,
@@ -19,7 +19,7 @@ from serve_app.collective import (
     pack,
     unpack,
 )
-from serve_app.tensor_pieces import cut_buckets
+from serve_app.weights.tensor_pieces import cut_buckets
 
 HOST = "127.0.0.1"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.fair_line import FairLine, Outlook, Refusal, judge
+from serve_app.routing.fair_line import FairLine, Outlook, Refusal, judge
 
 
 def verdict(*, num_tokens: int = 100, timeout_s: float = 10.0, limit: float = 1000, **outlook: float) -> Any:

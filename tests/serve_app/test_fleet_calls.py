@@ -4,8 +4,8 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from engine import WeightsError
-from serve_app.fleet_calls import raise_refusals
 from serve_app.protocol.errors import ReplicaGone, rule_of
+from serve_app.weights.fleet_calls import raise_refusals
 
 
 @pytest.mark.parametrize("lost", [ActorDiedError(), ActorUnavailableError("The actor 8f16 is unavailable", None)])

@@ -8,10 +8,10 @@ import pytest
 from virtual_loop import VirtualLoop
 
 from engine import PitstopError
-from serve_app import routing_signals
 from serve_app.messages import CommittedWeights, FleetStatus, ReplicaReport
 from serve_app.protocol.errors import NoReplica, ReplicaDraining, ReplicaSilent
 from serve_app.router.fleet_watch import DEATH_NOTICE_S, FleetWatch
+from serve_app.routing import signals as routing_signals
 
 SILENT_AFTER_S = 3.0
 

@@ -21,10 +21,6 @@ from engine import (
     init_continuous_batching,
     load_model,
 )
-from serve_app.fleet_member import ControllerCalls, FleetMember
-from serve_app.fleet_weights import FleetWeights
-from serve_app.leased_pauses import LeasedPauses
-from serve_app.manifest import FILE_NAME
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
@@ -37,10 +33,14 @@ from serve_app.messages import (
 )
 from serve_app.protocol.errors import ManifestError, ManifestTaken, VersionUnavailable
 from serve_app.settings import WeightSettings
-from serve_app.swap_failures import MAX_KEPT
-from serve_app.two_phase_swap import Checked
-from serve_app.weight_follower import WeightFollower
-from serve_app.weight_history import WeightHistory
+from serve_app.weights.failures import MAX_KEPT
+from serve_app.weights.fleet_member import ControllerCalls, FleetMember
+from serve_app.weights.fleet_weights import FleetWeights
+from serve_app.weights.follower import WeightFollower
+from serve_app.weights.history import WeightHistory
+from serve_app.weights.leased_pauses import LeasedPauses
+from serve_app.weights.manifest import FILE_NAME
+from serve_app.weights.two_phase_swap import Checked
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
 from tests.waiting import eventually
 
@@ -570,7 +570,7 @@ async def test_a_swap_whose_decision_cannot_be_written_changes_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("serve_app.manifest.write_durably", fail)
+        patch.setattr("serve_app.weights.manifest.write_durably", fail)
         with pytest.raises(ManifestError, match=r"manifest\.json cannot be written: No space left on device"):
             await fleet.swap(folders["second"])
     assert fleet.versions() == before

@@ -17,9 +17,9 @@ from tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine import InvalidRequest, QueueFull, TokenConstraint
-from serve_app.grammar import NUM_THREADS, GrammarCompiler, GrammarConstraint
 from serve_app.messages import Grammar, GrammarKind
 from serve_app.protocol.structure import MAX_GRAMMAR_LENGTH
+from serve_app.text.grammar import NUM_THREADS, GrammarCompiler, GrammarConstraint
 
 MORE_IDS = 11
 """A model may have scores for ids that its tokenizer does not know."""
@@ -321,7 +321,7 @@ async def test_a_slow_grammar_holds_up_no_others() -> None:
 
 
 async def test_a_grammar_behind_slow_ones_is_told_to_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.grammar.COMPILE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("serve_app.text.grammar.COMPILE_TIMEOUT_S", 0.05)
     compiler, release = compiler_of(TOKENIZERS["bytes"]), threading.Event()
     compiler._tokenizer = compiler._library_tokenizer("x")
     for _ in range(NUM_THREADS):
@@ -344,7 +344,7 @@ async def test_a_tokenizer_without_a_fast_form_is_refused() -> None:
 
 
 async def test_kept_grammars_are_bounded_and_one_that_failed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve_app.grammar.MAX_KEPT", 3)
+    monkeypatch.setattr("serve_app.text.grammar.MAX_KEPT", 3)
     tokenizer: PreTrainedTokenizerFast = TOKENIZERS["bytes"]
     compiler = compiler_of(tokenizer)
     for number in range(5):

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from engine import InvalidRequest, WeightsError
-from serve_app import leased_pauses
-from serve_app.leased_pauses import LeasedPauses
 from serve_app.messages import PauseOrder, PauseRequest
-from serve_app.swap_checks import check_pause
+from serve_app.weights import leased_pauses
+from serve_app.weights.leased_pauses import LeasedPauses
+from serve_app.weights.swap_checks import check_pause
 
 DEADLINE_S = 30.0
 

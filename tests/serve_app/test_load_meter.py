@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from engine import EngineStats, SamplingParams
-from serve_app.fleet_table import FleetTable
 from serve_app.load_meter import Load, LoadMeter
 from serve_app.messages import GenerateRequest
+from serve_app.routing.fleet_table import FleetTable
 from serve_app.settings import AutoscalingSettings
 from serve_app.streams import TokenStream
 

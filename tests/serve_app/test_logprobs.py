@@ -2,7 +2,7 @@
 
 from serve_app.router.answer import Piece
 from serve_app.router.logprobs import LogprobWriter
-from serve_app.text import REPLACEMENT, Tokenizer
+from serve_app.text.tokenizer import REPLACEMENT, Tokenizer
 from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
 
 

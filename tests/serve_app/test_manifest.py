@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from serve_app import manifest as manifest_module
-from serve_app.manifest import FILE_NAME, LOCK_NAME, Manifest, ManifestFile
 from serve_app.messages import CommittedVersion, SwapResult, WeightSource
 from serve_app.protocol.errors import ManifestError, ManifestTaken
+from serve_app.weights import manifest as manifest_module
+from serve_app.weights.manifest import FILE_NAME, LOCK_NAME, Manifest, ManifestFile
 
 NOBODY = 65534
 SWAPPED = CommittedVersion(

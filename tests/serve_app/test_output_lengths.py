@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from serve_app.output_lengths import MAX_KEYS, OutputLengths, expected_tokens
+from serve_app.routing.output_lengths import MAX_KEYS, OutputLengths, expected_tokens
 
 
 def test_nothing_is_said_before_enough_was_seen() -> None:

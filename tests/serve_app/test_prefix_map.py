@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from serve_app.prefix_map import SentPrefixes, ToldPrefixes, hit_tokens, pack_names, short_names
+from serve_app.routing.prefix_map import SentPrefixes, ToldPrefixes, hit_tokens, pack_names, short_names
 
 
 def hit_blocks(names: list[int], num_rows: int, told: ToldPrefixes, sent: SentPrefixes) -> np.ndarray:

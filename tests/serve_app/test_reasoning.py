@@ -2,7 +2,7 @@
 
 import pytest
 
-from serve_app.reasoning import ReasoningParser
+from serve_app.text.reasoning import ReasoningParser
 
 
 def parse(pieces: list[str], *, is_open: bool) -> tuple[str, str]:

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.fleet_table import COLUMNS, FleetTable
-from serve_app.prefix_map import pack_names, short_names
-from serve_app.replica_choice import ReplicaChoice, RoutingPolicy
-from serve_app.routing_score import Work
+from serve_app.routing.fleet_table import COLUMNS, FleetTable
+from serve_app.routing.prefix_map import pack_names, short_names
+from serve_app.routing.replica_choice import ReplicaChoice, RoutingPolicy
+from serve_app.routing.score import Work
 
 SPEEDS = {
     "max_running": 32,

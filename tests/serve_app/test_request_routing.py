@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine import SamplingParams, WorkloadHints, prefix_digests
-from serve_app.expected_work import DEFAULT_EXPECTED_TOKENS, expected_work
 from serve_app.messages import GenerateRequest
-from serve_app.prefix_map import pack_names
-from serve_app.request_routing import RequestRouting
-from serve_app.routing_score import Work
+from serve_app.routing.expected_work import DEFAULT_EXPECTED_TOKENS, expected_work
+from serve_app.routing.prefix_map import pack_names
+from serve_app.routing.request_routing import RequestRouting
+from serve_app.routing.score import Work
 
 PAGE = 16
 PROMPT = list(range(100, 100 + 8 * PAGE))

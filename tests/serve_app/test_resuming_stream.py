@@ -8,7 +8,6 @@ import pytest
 from virtual_loop import VirtualLoop
 
 from engine import EngineDead, PitstopError, QueueFull, SamplingParams, WeightSpan, WeightVersionGone
-from serve_app import routing_signals
 from serve_app.messages import CommittedWeights, FleetStatus, GenerateRequest, ReplicaReport, TokenEvent
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.protocol.errors import (
@@ -21,6 +20,7 @@ from serve_app.protocol.errors import (
 from serve_app.router.fleet_watch import FleetWatch
 from serve_app.router.resuming_stream import ResumeMeter, ResumingStream
 from serve_app.router.version_watch import LOOK_INTERVAL_S, FleetVersions
+from serve_app.routing import signals as routing_signals
 from serve_app.settings import parse_settings
 
 NUM_TOKENS = 10

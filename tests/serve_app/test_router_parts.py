@@ -12,7 +12,7 @@ from serve_app.protocol.errors import GenerationFailed, NoReplica
 from serve_app.router.answer import Answer, Piece, TextRules
 from serve_app.router.deployment import _token_events
 from serve_app.router.generation import Generation
-from serve_app.text import Tokenizer
+from serve_app.text.tokenizer import Tokenizer
 from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
 
 TEXT = "the stop string 日本語 👩‍👩‍👧‍👦 ends here, the end"

@@ -10,12 +10,13 @@ import pytest
 from ray.serve.request_router import FIFOMixin, RequestRouter
 
 from engine import SamplingParams
-from serve_app import routing_signals, routing_state
-from serve_app.expected_work import expected_work
 from serve_app.messages import GenerateRequest
-from serve_app.request_routing import RequestRouting
-from serve_app.routing import WorkRouter
-from serve_app.routing_state import find_routing, share_routing
+from serve_app.routing import signals as routing_signals
+from serve_app.routing import state as routing_state
+from serve_app.routing.expected_work import expected_work
+from serve_app.routing.request_routing import RequestRouting
+from serve_app.routing.state import find_routing, share_routing
+from serve_app.routing.work_router import WorkRouter
 
 SPEED = {"step_s": 0.01, "request_s": 0.001, "token_s": 0.001, "step_tokens": 512, "max_running": 8}
 

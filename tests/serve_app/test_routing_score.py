@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_app.routing_score import Replicas, Work, estimate, ranked, score
+from serve_app.routing.score import Replicas, Work, estimate, ranked, score
 
 IDLE = {
     "prefill_tokens": 0.0,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve_app.scaling import FleetLoad, ScalingDecision, ScalingReason, ScalingState, ScalingTargets, decide
+from serve_app.scaling.decision import FleetLoad, ScalingDecision, ScalingReason, ScalingState, ScalingTargets, decide
 
 TARGETS = ScalingTargets(minimum=1, maximum=10, up_after_s=2.0, down_after_s=60.0, start_s=10.0)
 SPEEDS = {"step_s": 0.02, "request_s": 0.002, "token_s": 0.001, "max_running": 64.0}

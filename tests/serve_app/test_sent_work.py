@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from serve_app.routing_score import Work
-from serve_app.sent_work import SentWork
+from serve_app.routing.score import Work
+from serve_app.routing.sent_work import SentWork
 
 NEVER = np.array([-np.inf, -np.inf])
 

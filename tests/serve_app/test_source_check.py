@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from engine import ContinuousBatchingConfig, WeightsInvalid, WeightsSourceError, init_continuous_batching, load_model
 from serve_app.messages import Changes, SwapOrder, WeightSource
 from serve_app.settings import AppSettings
-from serve_app.source_check import CheckAlone
+from serve_app.weights.source_check import CheckAlone
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
 
 

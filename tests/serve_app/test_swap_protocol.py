@@ -13,7 +13,7 @@ from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid, W
 from serve_app.controller import WeightController
 from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOrder, SwapReply, SwapRequest, WeightSource
 from serve_app.protocol.errors import LeaseGone, VersionUnavailable
-from serve_app.swap_turn import SwapTurn
+from serve_app.weights.swap_turn import SwapTurn
 from tests.serve_app.simulated_fleet import SETTINGS, FakeStaged, Replica, SimulatedFleet, committed_of
 from tests.serve_app.virtual_loop import VirtualLoop
 
@@ -318,7 +318,7 @@ def test_a_download_holds_no_other_swap_up_and_ends(
         fetched_to.append(source)
         return replace(source, path="/2")
 
-    monkeypatch.setattr("serve_app.fleet_weights.fetch_from_hub", fetch)
+    monkeypatch.setattr("serve_app.weights.fleet_weights.fetch_from_hub", fetch)
     fleet.kill_controller()
     fleet.start_controller()
     fleet.pass_time(5)

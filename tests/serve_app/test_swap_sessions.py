@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from engine import InvalidRequest, QueueFull, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.messages import CommittedVersion, SwapRequest, WeightSource
 from serve_app.protocol.errors import SwapSessionGone
-from serve_app.swap_sessions import MAX_LAYERS, MAX_OPEN_SESSIONS, SwapSessions
-from serve_app.tensor_pieces import TensorPiece
-from serve_app.weight_history import WeightHistory
-from serve_app.weight_store import FolderWriter
+from serve_app.weights.history import WeightHistory
+from serve_app.weights.store import FolderWriter
+from serve_app.weights.swap_sessions import MAX_LAYERS, MAX_OPEN_SESSIONS, SwapSessions
+from serve_app.weights.tensor_pieces import TensorPiece
 from tests.serve_app.session_fakes import LEASE_S, Fleet, bucket, request
 
 

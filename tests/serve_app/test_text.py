@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from engine import ContextLengthExceeded, InvalidRequest
-from serve_app.text import Detokeniser, StopMatcher, Tokenizer
+from serve_app.text.tokenizer import Detokeniser, StopMatcher, Tokenizer
 from tests.serve_app.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 MARKS = ["e\u0301", "a\u0308\u0323", "\u200d"]

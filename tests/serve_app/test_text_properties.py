@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine import WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.router.answer import Answer, Piece, TextRules
-from serve_app.text import REPLACEMENT, Detokeniser, StopMatcher, Tokenizer
+from serve_app.text.tokenizer import REPLACEMENT, Detokeniser, StopMatcher, Tokenizer
 from tests.serve_app.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 pytestmark = pytest.mark.slow

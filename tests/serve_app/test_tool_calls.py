@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_app.tool_calls import CallDelta, ToolCallParser, ToolStyle
+from serve_app.text.tool_calls import CallDelta, ToolCallParser, ToolStyle
 
 NAMES = ("weather", "search")
 OBJECT = '{"city": "Köln }\\" [", "days": [1, {"a": {}}]}'

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine import InvalidRequest, WeightsError, WeightsInvalid, WeightsSourceError
-from serve_app import safetensors_writer
-from serve_app.tensor_pieces import TensorPiece, cut_buckets
-from serve_app.weight_store import FolderWriter, WeightStore
+from serve_app.weights import safetensors_writer
+from serve_app.weights.store import FolderWriter, WeightStore
+from serve_app.weights.tensor_pieces import TensorPiece, cut_buckets
 
 DEAD = "20260101T000000Z-00000000"
 

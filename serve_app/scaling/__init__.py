@@ -1,0 +1,1 @@
+"""How many replicas the fleet needs, and why."""

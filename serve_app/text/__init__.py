@@ -1,0 +1,1 @@
+"""Text on both sides of the engine: prompts, answers, grammars and calls of tools."""
