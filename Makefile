@@ -17,7 +17,7 @@ MODEL ?=
 REPLICAS ?=
 SERVE_OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(REPLICAS),--replicas $(REPLICAS))
 
-.PHONY: help setup fetch serve test test-all test-gpu deps dashboards manifests format clean
+.PHONY: help setup fetch serve test test-all test-long test-gpu deps dashboards manifests format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -43,12 +43,15 @@ test: setup ## format check, lint, types, import directions, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) -n 2 --dist loadgroup -m "not slow and not gpu"
+	$(PYTEST) -n 2 --dist loadgroup -m "not slow and not long and not gpu"
 
 test-all: setup fetch ## what takes longer or needs system packages, beyond make test
 	@for pair in $(SYSTEM_TOOLS); do command -v "$${pair%%:*}" >/dev/null || { \
 	    echo "$${pair%%:*} is missing: apt-get install -y $${pair##*:}, or make deps" >&2; exit 1; }; done
-	$(PYTEST) -n 2 --dist loadgroup -m "slow and not gpu"
+	$(PYTEST) -n 2 --dist loadgroup -m "slow and not long and not gpu"
+
+test-long: setup ## kills, silences, drains and load steps of a real fleet, for half an hour; no check in CI does
+	$(PYTEST) -o faulthandler_timeout=900 -m long
 
 test-gpu: setup ## what needs a CUDA device and flash-attn; no check in CI does
 	$(PYTEST) -m gpu

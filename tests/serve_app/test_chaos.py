@@ -28,7 +28,7 @@ from tests.serve_app.running_app import ADMIN_KEY, APP_NAME, ENVIRONMENT, start_
 from tests.serve_app.tiny_model import make_model_folder
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 NUM_REPLICAS = 3
 NUM_CLIENTS = 64

@@ -95,6 +95,7 @@ async def test_a_session_stays_at_its_replica_whichever_router_is_asked(http: ht
     assert (await numbers(http))["pitstop_routing_decisions_total session"] > 0
 
 
+@pytest.mark.long
 async def test_the_flood_of_one_tenant_leaves_another_its_turn_and_the_late_are_told_when(
     http: httpx.AsyncClient,
 ) -> None:

@@ -15,7 +15,7 @@ from tests.serve_app.running_app import http_client, running_app
 from tests.serve_app.tiny_model import make_model_folder
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 MODEL = "tiny"
 MAX_REPLICAS = 3
