@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 OPTIMISM = 0.5
 """Share of the expected answer that has to fit: it may be shorter, and a wrong refusal is worse than a late one."""
+MAX_GONE = 1024
+"""Tenants remembered beyond twice those in line: under steady load it is never empty, and tenants come and go."""
 MAX_RETRY_AFTER_S = 60
 """A client that waits longer than this has given up."""
 
@@ -113,6 +115,9 @@ class FairLine(Generic[T]):
 
     def push(self, item: T, *, tenant: str, num_tokens: int, deadline: float = math.inf) -> None:
         """Puts a request behind those of its tenant."""
+        if len(self._finished) > 2 * len(self._of) + MAX_GONE:
+            # Those who have left start level with everybody when they come back: a debt of a request each is forgiven.
+            self._finished = {name: at for name, at in self._finished.items() if name in self._of}
         started = max(self._virtual, self._finished.get(tenant, 0.0))
         self._finished[tenant] = started + max(1, num_tokens)
         waiting = self._of.setdefault(tenant, deque())
@@ -167,6 +172,9 @@ class FairLine(Generic[T]):
     def _remove(self, place: Place[T]) -> None:
         waiting = self._of[place.tenant]
         was_head = waiting[0] is place
+        if waiting[-1] is place:
+            # Nobody served it, so its tenant is not charged for it.
+            self._finished[place.tenant] = place.started
         waiting.remove(place)
         self.queued_tokens -= place.num_tokens
         if was_head:

@@ -94,6 +94,28 @@ def test_tokens_before_a_newcomer_are_its_fair_share_not_the_whole_line() -> Non
     assert line.tokens_before("new") == 100
 
 
+def test_a_tenant_is_not_charged_for_what_nobody_served() -> None:
+    line: FairLine[str] = FairLine()
+    for number in range(3):
+        line.push(f"a{number}", tenant="a", num_tokens=100)
+    for number in range(50):
+        left = f"left {number}"
+        line.push(left, tenant="b", num_tokens=100)
+        assert line.remove(left)
+    line.push("b", tenant="b", num_tokens=100)
+    assert {line.pop(), line.pop()} == {"a0", "b"}
+
+
+def test_tenants_that_come_once_are_forgotten_though_the_line_is_never_empty() -> None:
+    line: FairLine[int] = FairLine()
+    for number in range(20_000):
+        line.push(number, tenant=f"tenant {number}", num_tokens=1 + number % 7)
+        if number >= 10:
+            assert line.pop() is not None
+        assert len(line._finished) <= 2 * 12 + 1024 + 12
+        assert len(line._heads) <= 12
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_random_walk_keeps_the_sums_and_serves_everybody(seed: int) -> None:
     chooser, line, plain = random.Random(seed), FairLine[list[int]](), dict[int, list[int]]()
