@@ -34,37 +34,42 @@ class AdminApi:
 
     def swap(self, body: dict[str, Any]) -> dict[str, Any]:
         """Load a folder into every replica; returns the application's SwapResult."""
-        return self._send("POST", "/weights", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send("POST", "/weights", gives="version", timeout_s=SWAP_TIMEOUT_S, body=body)
 
     def rollback(self, body: dict[str, Any]) -> dict[str, Any]:
         """Bring an earlier version back on every replica; returns the application's SwapResult."""
-        return self._send("POST", "/weights/rollback", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send("POST", "/weights/rollback", gives="version", timeout_s=SWAP_TIMEOUT_S, body=body)
 
     def status(self) -> dict[str, Any]:
         """The committed version and each replica's report."""
-        return self._send("GET", "/weights", timeout_s=STATUS_TIMEOUT_S)
+        return self._send("GET", "/weights", gives="committed", timeout_s=STATUS_TIMEOUT_S)
 
     def pause(self, body: dict[str, Any]) -> dict[str, Any]:
         """Have every replica stand still; returns the application's PauseLease."""
-        return self._send("POST", "/pause", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send("POST", "/pause", gives="lease_id", timeout_s=SWAP_TIMEOUT_S, body=body)
 
     def renew(self, lease_id: str, body: dict[str, Any]) -> dict[str, Any]:
         """Put the end of a pause off; returns the application's PauseLease."""
-        return self._send("POST", f"/pause/{quote(lease_id, safe='')}/renew", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send(
+            "POST", f"/pause/{quote(lease_id, safe='')}/renew", gives="lease_id", timeout_s=SWAP_TIMEOUT_S, body=body
+        )
 
     def resume(self, body: dict[str, Any]) -> list[str]:
         """End one pause or all; returns their leases."""
-        return list(self._send("POST", "/resume", timeout_s=SWAP_TIMEOUT_S, body=body)["ended"])
+        return list(self._send("POST", "/resume", gives="ended", timeout_s=SWAP_TIMEOUT_S, body=body)["ended"])
 
     def drain(self, body: dict[str, Any]) -> dict[str, Any]:
         """Take replicas out of service; returns the application's DrainResult."""
-        return self._send("POST", "/drain", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send("POST", "/drain", gives="requests_left", timeout_s=SWAP_TIMEOUT_S, body=body)
 
     def undrain(self, body: dict[str, Any]) -> dict[str, Any]:
         """Put drained replicas back; returns the application's DrainResult."""
-        return self._send("POST", "/undrain", timeout_s=SWAP_TIMEOUT_S, body=body)
+        return self._send("POST", "/undrain", gives="replicas", timeout_s=SWAP_TIMEOUT_S, body=body)
 
-    def _send(self, method: str, path: str, *, timeout_s: float, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    def _send(
+        self, method: str, path: str, *, gives: str, timeout_s: float, body: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """gives: what the application's answer has; something else may listen where it is looked for."""
         url = self._url + path
         try:
             response = httpx.request(
@@ -79,9 +84,16 @@ class AdminApi:
             raise CommandFailed(f"{url} did not answer within {timeout_s:.0f} s") from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise CommandFailed(f"nothing answers at {url} ({error}); name the application with --url") from error
-        if response.is_success:
-            return dict(response.json())
-        raise CommandFailed(f"{_reason(response)} (HTTP {response.status_code})")
+        except ValueError as error:
+            raise CommandFailed(f"what was asked for cannot be sent: {error}") from error
+        if not response.is_success:
+            raise CommandFailed(f"{_reason(response)} (HTTP {response.status_code})")
+        answer = _json(response)
+        if not isinstance(answer, dict) or gives not in answer:
+            raise CommandFailed(
+                f"{url} answers with {response.text[:60]!r}, which is not Pitstop's; name the application with --url"
+            )
+        return answer
 
 
 def print_swap(result: dict[str, Any], *, as_json: bool) -> None:
@@ -136,6 +148,14 @@ def is_this_machine(url: str) -> bool:
         return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def _json(response: httpx.Response) -> object:
+    """What was answered; None where it is no JSON."""
+    try:
+        return response.json()
+    except ValueError:
+        return None
 
 
 def _reason(response: httpx.Response) -> str:

@@ -238,7 +238,7 @@ def test_the_made_up_key_is_the_owners_alone_and_stays(tmp_path: Path) -> None:
 
 
 @contextmanager
-def admin_server(status: int, body: dict[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def admin_server(status: int, body: object) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """An HTTP server that gives one answer; yields its URL and what it was asked."""
     asked: list[dict[str, Any]] = []
 
@@ -246,6 +246,11 @@ def admin_server(status: int, body: dict[str, Any]) -> Iterator[tuple[str, list[
         def do_POST(self) -> None:
             sent = self.rfile.read(int(self.headers["content-length"]))
             asked.append({"path": self.path, "key": self.headers["authorization"], "body": json.loads(sent)})
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def do_GET(self) -> None:
             self.send_response(status)
             self.end_headers()
             self.wfile.write(json.dumps(body).encode())
@@ -448,6 +453,39 @@ def test_a_key_file_that_is_no_text_is_told(
     (tmp_path / "key").write_bytes(b"\xff\xfe")
     assert run(monkeypatch, "status", "--admin-key-file", tmp_path / "key") == 1
     assert "it is not text" in refusal(capsys)
+
+
+COMMANDS = {
+    "swap": ("--path", "/folder"),
+    "rollback": (),
+    "status": (),
+    "pause": ("--lease", "5"),
+    "resume": (),
+    "drain": ("a",),
+    "undrain": ("a",),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("answer", ["a page", [1], {}, None, {"error": 5}])
+def test_every_command_tells_another_server_from_pitstop(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, answer: object
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
+    with admin_server(200, answer) as (url, _):
+        assert run(monkeypatch, command, *COMMANDS[command], "--url", url, "--json") == 1
+    told = capsys.readouterr()
+    assert "which is not Pitstop's; name the application with --url" in told.err
+    assert told.out == ""
+
+
+@pytest.mark.parametrize("options", [("drain", "a", "--timeout", "inf"), ("pause", "--lease", "inf")])
+def test_a_number_without_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", "some-key")
+    assert run(monkeypatch, *options) == 1
+    assert "cannot be sent" in capsys.readouterr().err
 
 
 def test_status_says_when_nothing_listens(
