@@ -34,19 +34,27 @@ class Drains:
         self._status = status
         self._call_all = call_all
         self._kill = kill
+        self._lock = asyncio.Lock()
+        self._drained: set[str] = set()
+        """By the latest orders; reports say so a heartbeat later."""
 
     async def drain(self, request: DrainRequest) -> DrainResult:
         """Waits until the replicas are empty, or the time is up. Raises InvalidRequest for what cannot be drained."""
-        reports = (await self._status()).replicas
-        meant = _meant(request, reports)
-        if not request.is_forced and not any(
-            report.state in IN_SERVICE and report.replica_id not in meant for report in reports
-        ):
-            raise InvalidRequest(
-                f"{', '.join(sorted(meant))} drained would leave no replica that serves; add one first, or say force",
-                "replica_ids",
-            )
-        drained = await self._set(meant, is_drained=True)
+        # One at a time, or two that each leave the other's replica would leave none.
+        async with self._lock:
+            reports = (await self._status()).replicas
+            meant = _meant(request, reports)
+            out = meant | self._drained
+            if not request.is_forced and not any(
+                report.state in IN_SERVICE and report.replica_id not in out for report in reports
+            ):
+                raise InvalidRequest(
+                    f"{', '.join(sorted(meant))} drained would leave no replica that serves; add one first, or say"
+                    " force",
+                    "replica_ids",
+                )
+            drained = await self._set(meant, is_drained=True)
+            self._drained = (self._drained | drained) & {report.replica_id for report in reports}
         left = await self._wait_until_empty(drained, timeout_s=request.timeout_s)
         if request.is_replaced:
             for replica_id in sorted(drained - left.keys()):
@@ -55,8 +63,11 @@ class Drains:
 
     async def undrain(self, request: DrainRequest) -> DrainResult:
         """Lets the replicas take requests again."""
-        meant = _meant(request, (await self._status()).replicas)
-        return DrainResult(sorted(await self._set(meant, is_drained=False)))
+        async with self._lock:
+            meant = _meant(request, (await self._status()).replicas)
+            opened = await self._set(meant, is_drained=False)
+            self._drained -= opened
+            return DrainResult(sorted(opened))
 
     async def _set(self, meant: frozenset[str], *, is_drained: bool) -> set[str]:
         answers = await self._call_all("set_drained", DrainOrder(meant, is_drained), timeout_s=CALL_TIMEOUT_S)

@@ -46,6 +46,17 @@ class Fleet:
         self.killed.append(name)
 
 
+class LateFleet(Fleet):
+    """Reports tell a second late that a replica is drained."""
+
+    async def status(self) -> FleetStatus:
+        told, now = await super().status(), asyncio.get_running_loop().time()
+        late = {name for name, at in self._drained_at.items() if now < at + 1}
+        return replace(
+            told, replicas=[replace(one, state="ready") if one.replica_id in late else one for one in told.replicas]
+        )
+
+
 @pytest.fixture
 def loop() -> Iterator[VirtualLoop]:
     loop = VirtualLoop()
@@ -61,6 +72,22 @@ def test_it_waits_until_a_replica_is_empty_and_undrains_it_again(loop: VirtualLo
     assert loop.time() < 3
     assert loop.run(fleet.drains.undrain(DrainRequest(replica_ids=("a",)))).replicas == ["a"]
     assert fleet.reports["a"].state == "ready"
+
+
+def test_drains_at_once_or_soon_after_each_other_leave_one_that_serves(loop: VirtualLoop) -> None:
+    fleet = LateFleet()
+
+    async def drain_all() -> list[Any]:
+        drains = (fleet.drains.drain(DrainRequest(replica_ids=(name,))) for name in "abc")
+        return await asyncio.gather(*drains, return_exceptions=True)
+
+    *_, last = loop.run(drain_all())
+    assert isinstance(last, InvalidRequest)
+    assert [one.state for one in fleet.reports.values()] == ["drained", "drained", "ready"]
+    loop.run(fleet.drains.undrain(DrainRequest(replica_ids=("a",))))
+    assert loop.run(fleet.drains.drain(DrainRequest(replica_ids=("c",)))).replicas == ["c"]
+    with pytest.raises(InvalidRequest):
+        loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a",))))
 
 
 def test_a_node_is_drained_whole_and_its_replicas_replaced(loop: VirtualLoop) -> None:
