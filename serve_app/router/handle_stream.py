@@ -67,7 +67,7 @@ class HandleStream:
                 if self._interruption is not None:
                     raise self._interruption from None
                 raise DeadlineExceeded(
-                    f"the request took longer than {self._timeout_s:.3g} s and was cancelled; "
+                    f"the request took longer than {self._timeout_s:g} s and was cancelled; "
                     "ask for fewer tokens, or for more time: timeout in the request, limits.request_timeout_s for all"
                 ) from None
             raise to_pitstop_error(error) from error
