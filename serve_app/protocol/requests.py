@@ -200,6 +200,16 @@ class ChatRequest(GenerationRequest, ChatTemplateFields, ToolFields):
         return neutral.drop_neutral(values, neutral.CHAT)
 
     @model_validator(mode="after")
+    def _check_resume(self) -> Self:
+        if self.stream_options is not None and self.stream_options.include_resume:
+            raise InvalidRequest(
+                "stream_options.include_resume is true; chats cannot be resumed, ask /v1/completions with its text"
+                " or leave it out",
+                "stream_options.include_resume",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_lengths(self) -> Self:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise InvalidRequest(

@@ -28,6 +28,10 @@ UNKNOWN = {
     "step_tokens": 2048.0,
 }
 """While no replica has told them; equal for all, so only the order of sizes matters."""
+TIMES = ("step_s", "request_s", "token_s")
+ALIKE = 1.3
+"""Times of a step that differ by less are the same: a replica measures while others compute beside it, and one that was
+lucky would draw all the requests of a quiet fleet."""
 COLUMNS = ("prefill_tokens", "decode_tokens", "num_running", "num_waiting", "free_tokens", *UNKNOWN)
 NUM_PLAIN = len(COLUMNS) - len(UNKNOWN)
 BLANK = np.array([UNKNOWN.get(column, 0.0) for column in COLUMNS])
@@ -48,6 +52,8 @@ class FleetTable:
         self._values: Floats = np.repeat(BLANK[:, None], FIRST_SIZE, axis=1)
         self._untold: set[int] = set()
         """Rows of replicas that have not told all there is to know yet."""
+        self._known: Floats | None = None
+        """What the reports say, completed and smoothed; None after a change."""
 
     def __len__(self) -> int:
         """Rows, those of nobody included."""
@@ -65,6 +71,7 @@ class FleetTable:
             self._is_open[row] = True
             self._values[:, row] = 0.0
             self._untold.add(row)
+            self._known = None
         return row
 
     def report(self, name: str, stats: Mapping[str, Any]) -> None:
@@ -83,6 +90,7 @@ class FleetTable:
         is_open, prefixes = not stats.get("is_fenced", False), bytes(stats.get("prefixes", b""))
         row = self.row_of(name)
         self._values[:, row] = values
+        self._known = None
         if min(values[NUM_PLAIN:]) > 0:
             self._untold.discard(row)
         else:
@@ -99,6 +107,7 @@ class FleetTable:
         self._is_open[row] = False
         self.reported_at[row] = -np.inf
         self._values[:, row] = BLANK
+        self._known = None
         self._untold.discard(row)
         self.prefixes.forget(row)
 
@@ -116,7 +125,9 @@ class FleetTable:
         unseen: by the caller. others: requests of which it only knows that others must have sent them; they are taken
         to be of mean_work, prompt and answer tokens. The arrays are good until the next report.
         """
-        columns = dict(zip(COLUMNS, self._filled(), strict=True))
+        if self._known is None:
+            self._known = self._evened(self._filled())
+        columns = dict(zip(COLUMNS, self._known, strict=True))
         age_s = np.clip(now - self.reported_at, 0.0, MAX_AGE_S)
         sent_age_s = np.clip(now - unseen.since, 0.0, MAX_AGE_S)
         prefill, decode, num_new = unseen.prefill_tokens, unseen.decode_tokens, unseen.num_requests
@@ -153,11 +164,22 @@ class FleetTable:
         """Gives the replicas in these rows."""
         return [name for row in rows if (name := self.names[row]) is not None]
 
+    def _evened(self, values: Floats) -> Floats:
+        """Gives the columns with the times of a step that are alike made equal, to the fleet's median."""
+        rows = np.flatnonzero([name is not None for name in self.names])
+        if len(rows) > 1:
+            times = np.array([COLUMNS.index(column) for column in TIMES])[:, None]
+            measured = values[times, rows]
+            usual = np.median(measured, axis=1, keepdims=True)
+            is_alike = (measured < ALIKE * usual) & (measured * ALIKE > usual)
+            values[times, rows] = np.where(is_alike, usual, measured)
+        return values
+
     def _filled(self) -> Floats:
-        """Gives all columns, those of `UNKNOWN` so that who has not told them is as the least of those that have."""
-        if not self._untold:
-            return self._values
+        """Gives a copy of all columns, those of `UNKNOWN` so that who has not told is as the least of others."""
         filled = self._values.copy()
+        if not self._untold:
+            return filled
         is_named = np.array([name is not None for name in self.names])
         for index, column in enumerate(COLUMNS):
             if column in UNKNOWN:
@@ -177,6 +199,7 @@ class FleetTable:
         self.versions = np.append(self.versions, np.zeros(size, dtype=np.int64))
         self._is_open = np.append(self._is_open, np.zeros(size, dtype=np.bool_))
         self._values = np.append(self._values, np.repeat(BLANK[:, None], size, axis=1), axis=1)
+        self._known = None
 
 
 def _hash(text: str) -> int:

@@ -220,6 +220,7 @@ def test_an_answer_that_does_not_end_in_time_has_failed(
         (("--concurrency", "1,x"), "it must be whole numbers above 0"),
         (("--concurrency", "2.5"), "it must be whole numbers above 0"),
         (("--rate", "0"), "it must be numbers above 0"),
+        (("--rate", "1", "--concurrency", "1"), "give one"),
         (("--rate", "nan"), "it must be numbers above 0"),
         (("--plot", "figures.png"), "name a file that ends in .svg or .html"),
         (("--prompts", "/nowhere"), "cannot be read"),

@@ -101,6 +101,7 @@ def test_what_asks_for_nothing_is_accepted(fields: dict[str, Any]) -> None:
     ({"functions": [{"name": "f"}]}, "functions", "only []"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    ({"stream": True, "stream_options": {"include_resume": True}}, "stream_options.include_resume", "chats cannot"),
     ({"stream": True, "stream_options": {"include": 1}}, "stream_options.include", "not a parameter"),
     ({"messages": []}, "messages", "at least 1"),
     ({"messages": "hi"}, "messages", "valid list"),

@@ -51,6 +51,14 @@ def test_the_least_loaded_replica_is_first_and_closed_ones_are_left_out() -> Non
         assert set(fleet.named(choice(fleet, policy).choose(Work(), now=100.0))) == {"a", "b"}
 
 
+def test_replicas_that_measured_about_the_same_share_the_requests_of_a_quiet_fleet() -> None:
+    fleet = table(a={"step_s": 0.009}, b={"token_s": 0.0006}, c={"request_s": 0.0012})
+    assert min(firsts(choice(fleet), fleet).values()) > 15
+    # One that is really slower gets nothing while the others are idle.
+    fleet.report("c", {**SPEEDS, "reported_at": 101.0, "step_s": 0.05, "token_s": 0.003})
+    assert firsts(choice(fleet), fleet).keys() == {"a", "b"}
+
+
 def test_own_work_counts_at_once_until_it_ends_or_a_report_shows_it() -> None:
     fleet = table(a={}, b={"prefill_tokens": 100})
     router = choice(fleet)

@@ -25,13 +25,17 @@ MODELS_TIMEOUT_S = 10.0
 NUM_WARM_UP = 2
 """Requests before the first level that count for nothing: the first connection, a first compilation."""
 
+DEFAULT_LEVELS = "1,4,16"
+
 
 def bench(
     url: Annotated[str, typer.Option(help="Root of the endpoint; /v1/... is asked below it.")] = DEFAULT_URL,
     model: Annotated[
         str | None, typer.Option(help="Name of the model; else the first that the endpoint lists.")
     ] = None,
-    concurrency: Annotated[str, typer.Option(help="Requests at once: levels, with commas between.")] = "1,4,16",
+    concurrency: Annotated[
+        str | None, typer.Option(help=f"Requests at once: levels, with commas between; {DEFAULT_LEVELS} where none is.")
+    ] = None,
     rate: Annotated[
         str | None, typer.Option(help="Requests a second in place of --concurrency: levels, at random times.")
     ] = None,
@@ -106,9 +110,12 @@ async def _run(
     return found
 
 
-def _levels(concurrency: str, rate: str | None) -> list[Level]:
+def _levels(concurrency: str | None, rate: str | None) -> list[Level]:
     if rate is None:
-        return [Level(concurrency=int(number)) for number in _numbers("--concurrency", concurrency, whole=True)]
+        numbers = _numbers("--concurrency", concurrency or DEFAULT_LEVELS, whole=True)
+        return [Level(concurrency=int(number)) for number in numbers]
+    if concurrency is not None:
+        raise CommandFailed(f"--rate is {rate!r} and --concurrency is {concurrency!r}; load has one of them, give one")
     return [Level(rate=number) for number in _numbers("--rate", rate, whole=False)]
 
 
