@@ -15,7 +15,6 @@ LINE = re.compile(r"step +(\d+)  reward (\S+)  weights \[([\d, ]+)\]  parity (\S
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ray")
 def test_the_reward_rises_and_rollouts_agree_with_the_trainer() -> None:
     command = [sys.executable, "examples/grpo.py", "--steps", str(NUM_STEPS)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

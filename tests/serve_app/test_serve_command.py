@@ -18,7 +18,7 @@ import yaml
 from tests.ports import free_port
 from tests.serve_app.tiny_model import make_model_folder
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = REPOSITORY / "configs"
