@@ -43,12 +43,12 @@ test: setup ## format check, lint, types, import directions, tests
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) -n 3 --dist loadscope -m "not slow and not long and not gpu"
+	$(PYTEST) -n 2 --dist loadscope -m "not slow and not long and not gpu"
 
 test-all: setup fetch ## what takes longer or needs system packages, beyond make test
 	@for pair in $(SYSTEM_TOOLS); do command -v "$${pair%%:*}" >/dev/null || { \
 	    echo "$${pair%%:*} is missing: apt-get install -y $${pair##*:}, or make deps" >&2; exit 1; }; done
-	$(PYTEST) -n 3 --dist loadscope -m "slow and not long and not gpu"
+	$(PYTEST) -n 2 --dist loadscope -m "slow and not long and not gpu"
 
 test-long: setup ## kills, silences, drains and load steps of a real fleet, for half an hour; no check in CI does
 	$(PYTEST) -o faulthandler_timeout=900 -m long
