@@ -110,7 +110,7 @@ class EngineSide:
 
     def submit(self, request: ActiveRequest) -> None:
         """Posts one request."""
-        self._loop.submit(request)
+        self._loop.submit([request])
 
     def take_in(self) -> None:
         """Lets the loop take what was posted."""

@@ -90,7 +90,7 @@ def _step_s(num_running: int, device_s: float, depth: int) -> float:
     for number in range(num_running):
         request = factory.make([number, 1, 2], request_id=None, sampling=SamplingParams(max_new_tokens=10_000))
         request.streaming = True
-        loop.submit(request)
+        loop.submit([request])
     times = []
     for _ in range(NUM_STEPS):
         started = perf_counter()
