@@ -544,7 +544,9 @@ async def test_replicas_behind_the_manifest_catch_up_to_it(
     await fleet.recover()
     # Catching up goes on beside a heartbeat.
     await eventually(fleet.versions, until=lambda versions: versions == [version + 1] * 2)
-    assert {follower.source for follower in fleet.followers.values()} == {WeightSource(folders["second"])}
+    source = WeightSource(folders["second"])
+    # Told a moment after the weights themselves.
+    await eventually(lambda: all(follower.source == source for follower in fleet.followers.values()))
 
 
 async def test_replicas_ahead_of_the_manifest_are_followed_and_written_down(
