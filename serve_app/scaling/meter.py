@@ -1,6 +1,9 @@
 """Counts what the autoscaling policy has decided, each change once however often it is told."""
 
+from itertools import product
+
 from serve_app.metrics import Recorder
+from serve_app.scaling.decision import ScalingReason
 from serve_app.scaling_report import ScalingReport
 
 DECISIONS = "pitstop_scaling_decisions_total"
@@ -18,7 +21,10 @@ class ScalingMeter:
         self._num_counted = 0
         self._num_failures = 0
         self.report: ScalingReport | None = None
+        # From zero, so that the first one is a rise.
         recorder.count(FAILURES, amount=0)
+        for direction, reason in product(("up", "down"), ScalingReason):
+            recorder.count(DECISIONS, direction, reason.value, amount=0)
         recorder.set_gauge(WANTED, value=num_replicas)
 
     def take(self, report: ScalingReport) -> None:
