@@ -4,6 +4,7 @@ Each has `choose(turn, now)`, which gives a replica's number, and is told of wha
 requests that the replica then has, as Ray Serve's replicas answer, and `ended`.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ QUEUE_LENGTH_TTL_S = 10.0
 DEFAULT_EXPECTED = 256
 
 
-class Router:
+class Router(ABC):
     """What all have: learned lengths, and who is there. `down` is shared: who is down is known to all at once."""
 
     needs_reports = False
@@ -32,8 +33,9 @@ class Router:
         self.replicas, self.down, self.rng = replicas, down, rng
         self.lengths = OutputLengths()
 
+    @abstractmethod
     def choose(self, turn: Turn, now: float) -> int:
-        raise NotImplementedError
+        """Gives the replica that takes the request."""
 
     def accepted(self, turn: Turn, now: float) -> None:
         """The replica has taken the request."""
