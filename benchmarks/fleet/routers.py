@@ -37,10 +37,10 @@ class Router(ABC):
     def choose(self, turn: Turn, now: float) -> int:
         """Gives the replica that takes the request."""
 
-    def accepted(self, turn: Turn, now: float) -> None:
+    def accepted(self, turn: Turn, now: float) -> None:  # noqa: B027  # not all routers want to know
         """The replica has taken the request."""
 
-    def ended(self, turn: Turn, now: float) -> None:
+    def ended(self, turn: Turn, now: float) -> None:  # noqa: B027  # not all routers want to know
         """The request has ended, or its replica."""
 
     def learn(self, turn: Turn) -> None:
