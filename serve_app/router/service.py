@@ -20,7 +20,7 @@ from serve_app.router.admission import Admission
 from serve_app.router.admitted_events import AdmittedEvents
 from serve_app.router.answer import Answer, TextRules
 from serve_app.router.chat_style import chat_style
-from serve_app.router.fleet import Fleet
+from serve_app.router.fleet import Fleet, ModelLimits
 from serve_app.router.fleet_watch import FleetWatch
 from serve_app.router.generation import Generation, NoEvents
 from serve_app.router.in_flight import InFlight
@@ -126,22 +126,7 @@ class GenerationService:
         """
         self._check_limit(ask.timeout_s)
         limits = await self.fleet.limits()
-        wanted = ask.sampling.max_new_tokens
-        least = 1 if wanted is None else wanted
-        num_prompt_tokens = len(ask.prompt_ids)
-        if num_prompt_tokens + least > limits.max_model_len:
-            raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and {least} new ones are asked for; "
-                f"together they may be {limits.max_model_len} at most",
-                "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
-            )
-        room = limits.max_model_len - num_prompt_tokens if wanted is None else wanted
-        if (ask.sampling.min_new_tokens or 0) > room:
-            raise InvalidRequest(
-                f"min_new_tokens is {ask.sampling.min_new_tokens}, and the answer ends after {room} tokens; "
-                "ask for fewer, or raise the limit",
-                "min_new_tokens",
-            )
+        room = _room(ask, limits)
         num_sequences = ask.sampling.num_return_sequences or 1
         # Drawn here, as a replica that goes on with it has to draw the same tokens.
         seed = self._seeds.getrandbits(SEED_BITS)
@@ -160,7 +145,7 @@ class GenerationService:
             sampling=sampling,
             hints=replace(
                 ask.hints,
-                max_prompt_length=num_prompt_tokens,
+                max_prompt_length=len(ask.prompt_ids),
                 max_generated_length=room,
                 num_requests=num_sequences,
                 expected_generated_length=ask.hints.expected_generated_length
@@ -243,6 +228,27 @@ class GenerationService:
         if len(str(plain)) + len(str(tools)) <= INLINE_CHARACTERS:
             return self.tokenizer.encode_chat(plain, tools, **options)
         return await asyncio.to_thread(self.tokenizer.encode_chat, plain, tools, **options)
+
+
+def _room(ask: Ask, limits: ModelLimits) -> int:
+    """Gives how many tokens an answer may have. Raises ContextLengthExceeded, InvalidRequest."""
+    wanted = ask.sampling.max_new_tokens
+    least = 1 if wanted is None else wanted
+    num_prompt_tokens = len(ask.prompt_ids)
+    if num_prompt_tokens + least > limits.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_prompt_tokens} tokens and {least} new ones are asked for; "
+            f"together they may be {limits.max_model_len} at most",
+            "prompt" if num_prompt_tokens >= limits.max_model_len else "max_tokens",
+        )
+    room = limits.max_model_len - num_prompt_tokens if wanted is None else wanted
+    if (ask.sampling.min_new_tokens or 0) > room:
+        raise InvalidRequest(
+            f"min_new_tokens is {ask.sampling.min_new_tokens}, and the answer ends after {room} tokens; "
+            "ask for fewer, or raise the limit",
+            "min_new_tokens",
+        )
+    return room
 
 
 def _resumed(sampling: SamplingParams, point: ResumePoint, answers: Sequence[Answer]) -> SamplingParams:
