@@ -24,7 +24,7 @@ from serve_app.router.request_observer import RequestObserver
 from serve_app.router.resuming_stream import ResumeMeter
 from serve_app.router.service import GenerationService
 from serve_app.router.version_meter import VersionMeter
-from serve_app.router.version_watch import FleetVersions
+from serve_app.router.version_watch import LOOK_INTERVAL_S, FleetVersions
 from serve_app.settings import AppSettings
 from serve_app.streams import TokenStream
 from serve_app.text.grammar import GrammarCompiler
@@ -60,6 +60,8 @@ class LocalFleet:
         return ModelLimits(self.manager.config.max_model_len, self.manager.config.vocab_size)
 
     async def versions(self) -> FleetVersions:
+        # Those who wait for a version ask in turns, and nobody else would get one.
+        await asyncio.sleep(LOOK_INTERVAL_S)
         version = self.manager.weight_version
         return FleetVersions(version, frozenset({version}))
 

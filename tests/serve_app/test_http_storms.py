@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import settings as hypothesis_settings
 
 from serve_app.settings import parse_settings
@@ -40,7 +40,8 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalApp]:
     folder = make_model_folder(Path(tmp_path_factory.mktemp("model")) / "base", max_position_embeddings=128)
     engine = {"page_size": 16, "num_blocks": 48, "scheduler_type": "priority"}
-    limits = {"max_choices": 4, "max_queued_requests": 2000}
+    # The document allows to ask for a weight version that never comes.
+    limits = {"max_choices": 4, "max_queued_requests": 2000, "version_wait_s": 0.2}
     with local_app(
         parse_settings({"model": folder, "served_model_name": MODEL, "engine": engine, "limits": limits})
     ) as running:
@@ -94,12 +95,15 @@ def test_nothing_that_the_document_allows_is_an_error_of_ours(app: LocalApp, met
     operation = schemathesis.openapi.from_dict(document)[path][method]
 
     @hypothesis_settings(
-        max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-    )
+        max_examples=40, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck),
+        # Without shrinking, which asks for minutes and would hide what failed behind the limit of a test.
+        phases=[Phase.explicit, Phase.generate],
+    )  # fmt: skip
     @given(case=operation.as_strategy())
     def ask(case: Any) -> None:
         response = case.call(base_url=app.url, timeout=DEADLINE_S)
-        assert response.status_code < 500, response.text
+        is_late = response.status_code == 504 and case.body.get("timeout") is not None
+        assert response.status_code < 500 or is_late, response.text
         if response.status_code >= 400:
             assert response.json()["error"]["message"]
 
