@@ -15,6 +15,8 @@ from serve_app.routing.sent_work import Counts, SentWork
 
 SESSION_SHARE = 0.9
 """Of its price, what the replica costs that had the session before: who talks on stays, unless it is too busy."""
+SESSION_SLACK_S = 0.05
+"""And so much less: nobody notices it, and measured times of idle replicas differ by milliseconds for no reason."""
 MARGIN_SHARE = 0.02
 """Prices this close to each other are the same, as far as anybody can know."""
 MAX_SESSIONS = 65_536
@@ -77,13 +79,13 @@ class ReplicaChoice:
         times = estimate(replicas, work, self._hits)
         self._first_token_s = times.first_token_s
         scores = price(times, replicas.is_open)
+        best = float(scores.min(initial=np.inf))
         row = self.row_of_session(session)
         if row is None and session is not None:
             # Other routers, which do not know where it was, send it there as well.
             row = self._table.home_of(session, replicas.is_open)
         if row is not None and row < len(scores):
-            scores[row] *= SESSION_SHARE
-        best = float(scores.min(initial=np.inf))
+            scores[row] = SESSION_SHARE * scores[row] - SESSION_SLACK_S
         return ranked(scores, self._rng, MARGIN_SHARE * best if np.isfinite(best) else 0.0)
 
     def look(

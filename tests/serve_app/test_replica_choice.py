@@ -97,6 +97,15 @@ def test_a_session_stays_until_the_price_is_too_high() -> None:
     assert set(firsts(choice(fleet), fleet, session="other")) <= {"a", "b"}
 
 
+def test_a_session_does_not_move_for_milliseconds() -> None:
+    fleet = table(a={"step_s": 0.001, "request_s": 0.0, "token_s": 1e-5}, b={"step_s": 0.003, "token_s": 3e-5})
+    router = choice(fleet)
+    short = Work(3, 4)
+    assert fleet.named(router.choose(short, now=100.0))[0] == "a"
+    router.note_sent(fleet.rows["b"], short, now=0.0, session="s")
+    assert fleet.named(router.choose(short, now=100.0, session="s")) == ["b", "a"]
+
+
 def test_equal_replicas_share_alike() -> None:
     fleet = table(a={}, b={}, c={}, d={})
     for policy in RoutingPolicy:
