@@ -9,16 +9,20 @@ in place; the tensors are H x N x C x D to the eye in both.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import gcd
+from math import ceil, gcd
 
 import torch
 from torch import Tensor
 
 from engine.block_pool import BlockCopy, CopyKind
 from engine.config import ResolvedConfig
+from engine.room import Room, populate
 
 CHUNK_TOKENS = 32
 """32 float32 keys of width 64 are 8 KiB, two memory pages: long copies, and half a chunk wasted on average."""
+FIRST_BYTES = 2 * 2**30
+"""Of a cache on the CPU, at hand from the start: what the first requests use costs them no page faults, which take 0.4
+seconds a GiB, and 2 where a host lends its memory page by page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +66,13 @@ class KVCache:
         self.group_of_layer = [config.group_of(layer.window) for layer in layers]
         self._tokens_lead = tokens_lead
         self._pool_sizes = config.pool_sizes
+        self._filling = Room().filling()
         blocks = [config.pool_sizes[group] + has_scratch for group in self.group_of_layer]
 
         def room(
             shapes: Sequence[tuple[int, int]], num_blocks: Sequence[int], *, on_host: bool = False
         ) -> list[Tensor]:
-            # Not zeroed: memory that no request has used yet is then not touched either.
+            # Not zeroed: memory that no request has used yet is then not touched either, but for some of it.
             return [
                 self._empty(
                     (num_heads, count * self.chunks_per_block, self.chunk_tokens, width),
@@ -83,6 +88,8 @@ class KVCache:
         slots = [config.num_host_slots] * len(layers)
         self._keys_HNCD, self._values_HNCD = room(key_shapes, blocks), room(value_shapes, blocks)
         self._host_HNCD = [*room(key_shapes, slots, on_host=True), *room(value_shapes, slots, on_host=True)]
+        if device.type == "cpu":
+            self._populate()
         if has_scratch:  # what is there is never seen, and must not be NaN, which spreads
             for group, store in zip(self.group_of_layer * 2, [*self._keys_HNCD, *self._values_HNCD], strict=True):
                 self._block(store, self.scratch_block(group)).zero_()
@@ -147,11 +154,21 @@ class KVCache:
     def _empty(
         self, shape_HNCD: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> Tensor:
+        if not self._tokens_lead and device.type == "cpu" and not pin_memory:
+            return self._filling.empty(shape_HNCD, dtype)
         if not self._tokens_lead:
             return torch.empty(shape_HNCD, dtype=dtype, device=device, pin_memory=pin_memory)
         heads, *chunks, width = shape_HNCD
         store_NCHD = torch.empty(*chunks, heads, width, dtype=dtype, device=device, pin_memory=pin_memory)
         return store_NCHD.permute(2, 0, 1, 3)
+
+    def _populate(self) -> None:
+        """Takes the blocks that are used first, in every layer."""
+        stores = [*self._keys_HNCD, *self._values_HNCD]
+        share = min(1.0, FIRST_BYTES / max(1, sum(store.nbytes for store in stores)))
+        for store_HNCD in stores:
+            for store_NCD in store_HNCD:
+                populate(store_NCD[: ceil(share * len(store_NCD))])
 
     def _block(self, store_HNCD: Tensor, block: int) -> Tensor:
         return store_HNCD.narrow(1, block * self.chunks_per_block, self.chunks_per_block)

@@ -76,23 +76,26 @@ def attend_spans(
             sums[: num_rows * value_width] = np.float32(0)
             end = position + count_J[j]
             num_seen = (end - first + chunk - 1) // chunk
+            # What is read next after a span is the beginning of this thread's next one.
+            next_j, next_head = min(item + num_parts, num_items - 1) // num_heads, (item + num_parts) % num_heads
+            next_s = max(0, position_J[next_j] + 1 - window - first_J[next_j]) // chunk
+            next_corner = (next_head * num_chunks + chunk_ids[ids_J[next_j] + next_s]) * chunk
             for s in range(max(0, position + 1 - window - first) // chunk, num_seen):
                 corner = (head * num_chunks + chunk_ids[ids_J[j] + s]) * chunk
+                further = next_corner
                 if s + 1 < num_seen:
                     further = (head * num_chunks + chunk_ids[ids_J[j] + s + 1]) * chunk
-                    fetch(keys, further * width, chunk * width)  # type: ignore[call-arg]
-                    fetch(values, further * value_width, chunk * value_width)
                 # Keys are counted within the chunk: the first token sees those before `seen`.
                 seen = position + 1 - first - s * chunk
                 low, high = max(0, seen - window), min(chunk, end - first - s * chunk)
                 part_of_keys = (corner * width, width, low, high, chunk)
-                _score(query, num_rows, keys, part_of_keys, turned, weights)
+                _score(query, num_rows, keys, part_of_keys, further * width, turned, weights)
                 if softcap > 0:
                     _soften(weights, num_rows, (low, high, chunk), softcap)
                 span = (seen, window, num_groups, num_rows, chunk)
                 _weigh(weights, span, (most_M, total_M), sums, value_width)
                 part_of_values = (corner * value_width, value_width, low, high, chunk)
-                _add(weights, num_rows, values, part_of_values, sums)
+                _add(weights, num_rows, values, part_of_values, further * value_width, sums)
             _give(sums, total_M, (start_J[j], head, num_groups, num_rows), out_TAV)
 
 
@@ -149,18 +152,26 @@ def _score(
     num_rows: int,
     keys: np.ndarray,
     part: tuple[int, int, int, int, int],
+    further: int,
     turned: np.ndarray,
     scores: np.ndarray,
 ) -> None:
-    """Writes the scores of all rows for the keys from `low` to `high` of a chunk; others of it get any value."""
+    """Writes the scores of all rows for the keys from `low` to `high` of a chunk; others of it get any value.
+
+    further: where the chunk begins that is read next. It is fetched bit by bit: a burst fills the processor's few line
+    buffers, and everything else waits.
+    """
     at, width, low, high, chunk = part
     done = width // LANES * LANES if chunk % LANES == 0 else 0
     if done == width and chunk % PANEL == 0 and num_rows >= MIN_TURNED_ROWS:
-        _score_turned(query, num_rows, keys, part, turned, scores)
+        _score_turned(query, num_rows, keys, part, further, turned, scores)
         return
+    bit = chunk * width // (num_rows * max(1, chunk // LANES)) // LANES * LANES
     for m in range(num_rows):
         if done > 0:
             for c in range(low // LANES * LANES, high, LANES):
+                if bit > 0:
+                    fetch(keys, further + (m * (chunk // LANES) + c // LANES) * bit, bit)  # type: ignore[call-arg]
                 dot_rows(query, m * width, keys, at + c * width, width, done, scores, m * chunk + c)  # type: ignore[call-arg]
         if done < width:
             for c in range(low, high):
@@ -176,6 +187,7 @@ def _score_turned(
     num_rows: int,
     keys: np.ndarray,
     part: tuple[int, int, int, int, int],
+    further: int,
     turned: np.ndarray,
     scores: np.ndarray,
 ) -> None:
@@ -200,8 +212,8 @@ def _score_turned(
                 chunk,
                 end - row,
                 keys,
-                at,
-                0,
+                further + c * width if tile == 0 else at,
+                PANEL if tile == 0 else 0,
             )
 
 
@@ -257,7 +269,12 @@ def _weigh_plainly(
 
 @compiled()
 def _add(
-    weights: np.ndarray, num_rows: int, values: np.ndarray, part: tuple[int, int, int, int, int], sums: np.ndarray
+    weights: np.ndarray,
+    num_rows: int,
+    values: np.ndarray,
+    part: tuple[int, int, int, int, int],
+    further: int,
+    sums: np.ndarray,
 ) -> None:
     """Adds the values of the keys from `low` to `high` of a chunk, by weight, to the sums of all rows."""
     at, width, low, high, chunk = part
@@ -272,7 +289,7 @@ def _add(
                 high - low,
                 sums, row * width + v, width,
                 end - row,
-                values, at, 0,
+                values, further + v * chunk if tile == 0 else at, PANEL if tile == 0 else 0,
             )  # fmt: skip
     if tiled < width:
         for m in range(num_rows):

@@ -1,13 +1,15 @@
-"""Memory for new weights: never that of a tensor which somebody holds, and that of those nobody holds again."""
+"""Memory for weights and caches: never that of a tensor which somebody holds, and that of those nobody holds again."""
 
 import gc
+import sys
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from engine import room as rooms
-from engine.room import Room
+from engine.room import Room, populate
 
 
 @pytest.fixture(autouse=True)
@@ -78,3 +80,13 @@ def test_a_tensor_outlives_its_room() -> None:
     tensor = filled(Room(), 3.0)[0]
     gc.collect()
     assert bool((tensor == 3.0).all())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give memory at the first touch")
+def test_populated_memory_is_there_and_holds_what_it_held() -> None:
+    tensor = Room().filling().empty((16 * 2**20,), torch.uint8)
+    tensor[:3] = torch.tensor([1, 2, 3])
+    before = psutil.Process().memory_info().rss
+    populate(tensor[1:])
+    assert psutil.Process().memory_info().rss - before > 0.7 * tensor.nbytes
+    assert tensor[:3].tolist() == [1, 2, 3]
