@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from time import sleep, thread_time
 
-STAGING_SHARE = 0.35
-"""Of one core: a step that shares one waits for it as long."""
+STAGING_SHARE = 0.2
+"""Of one core: a step that shares one waits for it as long, and more since the memory is shared as well."""
 LEAST_WORK_S = 0.001
 """Before a rest: a sleep is some 0.1 ms longer than asked for."""
 

@@ -1,14 +1,15 @@
 """Swaps over a fleet that grows meanwhile, and one whose manifest finds no room on the disk."""
 
 import random
-import resource
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from engine import PitstopError
 from serve_app.client import Pitstop, connect
+from serve_app.protocol.errors import ManifestError
 from serve_app.settings import parse_settings
 from tests.serve_app.running_app import APP_NAME, running_app
 from tests.serve_app.swap_clients import (
@@ -16,7 +17,6 @@ from tests.serve_app.swap_clients import (
     check_serving,
     clients_of,
     make_folders,
-    processes_of,
     settled,
     swap_or_error,
 )
@@ -24,8 +24,6 @@ from tests.serve_app.swap_clients import (
 pytestmark = pytest.mark.slow
 
 MAX_REPLICAS = 3
-FULL_BYTES = 64
-"""Less than any manifest."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +32,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def llm(folders: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pitstop]:
+def manifest_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("manifest")
+
+
+@pytest.fixture(scope="module")
+def llm(folders: list[str], manifest_folder: Path) -> Iterator[Pitstop]:
     """One replica, and three as soon as there is work; they stay."""
     settings = parse_settings(
         {
@@ -50,25 +53,23 @@ def llm(folders: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterato
                 "upscale_delay_s": 1.0,
                 "downscale_delay_s": 600.0,
             },
-            "weights": {"folder": str(tmp_path_factory.mktemp("manifest")), "heartbeat_interval_s": 0.5},
+            "weights": {"folder": str(manifest_folder), "heartbeat_interval_s": 0.5},
         }
     )
     with running_app(settings):
         yield connect(APP_NAME)
 
 
-async def test_a_manifest_without_room_leaves_the_old_weights(llm: Pitstop, folders: list[str]) -> None:
+async def test_a_manifest_without_room_leaves_the_old_weights(
+    llm: Pitstop, folders: list[str], manifest_folder: Path
+) -> None:
     before = await settled(llm, 1)
-    (controller,) = processes_of("WeightController")
-    limits = resource.prlimit(controller.pid, resource.RLIMIT_FSIZE)
     async with clients_of(llm, number=2) as clients:
-        resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, (FULL_BYTES, limits[1]))
-        try:
-            result = await swap_or_error(llm, folders[1])
-        finally:
-            resource.prlimit(controller.pid, resource.RLIMIT_FSIZE, limits)
-        assert isinstance(result, PitstopError), result
-        assert "manifest" in str(result)
+        # What is written first, and then renamed: here it goes to a device that is always full.
+        (manifest_folder / "manifest.new").symlink_to("/dev/full")
+        result = await swap_or_error(llm, folders[1])
+        assert isinstance(result, ManifestError), result
+        assert "No space left on device; see to the disk of weights.folder" in str(result)
     assert set(clients.outcomes) == {"length"}
     assert clients.drawn.keys() == {before.committed.version}
     assert (await settled(llm, 1)).committed == before.committed
