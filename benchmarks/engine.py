@@ -19,18 +19,18 @@ from benchmarks import report
 from benchmarks.peers import ALWAYS, PEERS
 from benchmarks.peers.environment import ContestantFailed, make_ready, measure_here, measure_peer
 from benchmarks.report import Result
-from benchmarks.workload import Measurement, Workload, draw_prompts
+from benchmarks.workload import Measurement, Workload, default_model, draw_prompts
 
 
 def main() -> None:
     """Runs every contestant at every size, prints a table a size."""
     arguments = _parse_arguments()
-    model = arguments.model or _default_model()
+    model = arguments.model or default_model()
     models = {name: _ready_model(name, arguments.peers_dir / name, model) for name in arguments.peers}
     print(report.machine())
     print(f"Command: python -m benchmarks.engine {' '.join(sys.argv[1:])}".rstrip())
     for num_prompts in arguments.prompts:
-        prompts = draw_prompts(num_prompts, _vocab_size(model))
+        prompts = draw_prompts(num_prompts, vocab_size(model))
         workload = Workload(model, prompts, arguments.tokens, arguments.threads)
         results = [_run(one, arguments, partial(measure_here, one, workload)) for one in ALWAYS]
         results += _run_peers(arguments, workload, models)
@@ -66,13 +66,8 @@ def _peer_names(text: str) -> list[str]:
     return names
 
 
-def _default_model() -> str:
-    from serve_app.model_store import DEFAULT_MODEL, resolve_model
-
-    return resolve_model(DEFAULT_MODEL.name)
-
-
-def _vocab_size(model: str) -> int:
+def vocab_size(model: str) -> int:
+    """Gives how many tokens a model knows."""
     from transformers import AutoConfig
 
     size: int = AutoConfig.from_pretrained(model).get_text_config().vocab_size

@@ -18,6 +18,7 @@ from time import sleep
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from benchmarks.workload import default_model
 from engine import ContinuousBatchingConfig, ContinuousBatchingManager, GenerationOutput, SamplingParams, load_model
 
 SHARED_TOKENS = 64
@@ -66,7 +67,7 @@ def main() -> None:
     for dtype in [arguments.dtype] if arguments.dtype else DTYPES:
         for in_flight in ("recompute", "keep"):
             for found in measure(
-                arguments.model or _default_model(),
+                arguments.model or default_model(),
                 dtype=dtype,
                 in_flight=in_flight,
                 num_prompts=arguments.prompts,
@@ -185,12 +186,6 @@ def _change(model: PreTrainedModel) -> None:
             if weights.dim() > 1:
                 noise = torch.randn(weights.shape, generator=generator).to(weights.dtype)
                 weights.add_(noise * (CHANGE * weights.float().std()).to(weights.dtype))
-
-
-def _default_model() -> str:
-    from serve_app.model_store import DEFAULT_MODEL, resolve_model
-
-    return resolve_model(DEFAULT_MODEL.name)
 
 
 if __name__ == "__main__":

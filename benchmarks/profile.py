@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.peers import ours
 from benchmarks.report import machine
-from benchmarks.workload import Workload, draw_prompts
+from benchmarks.workload import Workload, default_model, draw_prompts
 
 WARM_UP_LENGTH = 32
 MATRIX_SIZE, NUM_TRIALS = 2048, 10
@@ -50,7 +50,7 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     limit_flops = measure_limit()
-    job = Workload(arguments.model or _default_model(), [], arguments.tokens, arguments.threads).job({})
+    job = Workload(arguments.model or default_model(), [], arguments.tokens, arguments.threads).job({})
     generate, manager = ours.make(job)
     model = manager.model
     prompts = draw_prompts(arguments.prompts, model.config.get_text_config().vocab_size)
@@ -264,12 +264,6 @@ def _seconds(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
     started = perf_counter()
     function(*arguments, **keywords)
     return perf_counter() - started
-
-
-def _default_model() -> str:
-    from serve_app.model_store import DEFAULT_MODEL, resolve_model
-
-    return resolve_model(DEFAULT_MODEL.name)
 
 
 def _parse_arguments() -> argparse.Namespace:

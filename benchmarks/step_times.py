@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks import report
 from benchmarks.peers import ours
-from benchmarks.workload import NUM_KV_TOKENS
+from benchmarks.workload import NUM_KV_TOKENS, default_model
 
 PROMPT_TOKENS = 16
 LONG_PROMPTS = (256, 512, 1024)
@@ -26,7 +26,7 @@ def main() -> None:
     """Measures and prints the times, and how well they explain each batch."""
     arguments = _parse_arguments()
     job = {
-        "model": arguments.model or _default_model(),
+        "model": arguments.model or default_model(),
         "num_threads": arguments.threads,
         "num_kv_tokens": NUM_KV_TOKENS,
     }
@@ -91,12 +91,6 @@ def _settled(manager: Any) -> Any:
             return stats
         assert time.monotonic() < deadline, "the engine does not come to rest"
         time.sleep(0.02)
-
-
-def _default_model() -> str:
-    from serve_app.model_store import DEFAULT_MODEL, resolve_model
-
-    return resolve_model(DEFAULT_MODEL.name)
 
 
 def _parse_arguments() -> argparse.Namespace:

@@ -50,6 +50,13 @@ class Measurement:
         return sum(map(len, self.outputs)) / self.seconds
 
 
+def default_model() -> str:
+    """Gives the folder of the model that `pitstop fetch` gets."""
+    from serve_app.model_store import DEFAULT_MODEL, resolve_model
+
+    return resolve_model(DEFAULT_MODEL.name)
+
+
 def draw_prompts(num_prompts: int, vocab_size: int) -> list[list[int]]:
     """Gives random ids, in lengths spread evenly between the shortest and the longest, in shuffled order."""
     import torch
