@@ -1,7 +1,9 @@
 """A real application on a real Ray: started once by a test module, on free ports of loopback, and stopped after."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Protocol
 
 import httpx
 import pytest
@@ -24,6 +26,27 @@ ENVIRONMENT = {
     # Ray's workers are nice (15), and beside other work of the machine a replica then takes minutes to start.
     "RAY_worker_niceness": "0",
 }
+
+
+class Clients(Protocol):
+    """What asks until it is told to end."""
+
+    is_over: bool
+
+    async def run(self, place: int, /) -> None: ...
+
+
+@asynccontextmanager
+async def clients_beside(clients: Clients, number: int, *, deadline_s: float) -> AsyncIterator[None]:
+    """Runs so many clients beside what is done inside; then tells them to end, and fails as the first of them did."""
+    tasks = [asyncio.create_task(clients.run(place)) for place in range(number)]
+    try:
+        yield
+        clients.is_over = True
+        await asyncio.wait_for(asyncio.gather(*tasks), deadline_s)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @contextmanager

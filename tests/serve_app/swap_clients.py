@@ -16,7 +16,7 @@ from engine import PitstopError, SamplingParams
 from serve_app.client import Pitstop
 from serve_app.messages import FleetStatus, SwapResult
 from serve_app.protocol.errors import NoReplica
-from tests.serve_app.running_app import APP_NAME
+from tests.serve_app.running_app import APP_NAME, clients_beside
 from tests.serve_app.tiny_model import make_folder_that_draws
 from tests.waiting import eventually
 
@@ -72,14 +72,8 @@ class Clients:
 async def clients_of(llm: Pitstop, *, number: int = 8) -> AsyncIterator[Clients]:
     """Runs clients beside what is done inside; afterwards every version has drawn one token."""
     clients = Clients(llm, number)
-    tasks = [asyncio.create_task(clients.run(place)) for place in range(number)]
-    try:
+    async with clients_beside(clients, number, deadline_s=DEADLINE_S):
         yield clients
-        clients.is_over = True
-        await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
-    finally:
-        for task in tasks:
-            task.cancel()
     assert clients.outcomes["length"] > 0
     assert all(len(tokens) == 1 for tokens in clients.drawn.values()), clients.drawn
 

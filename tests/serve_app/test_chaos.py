@@ -24,7 +24,7 @@ from serve_app.client import Pitstop, connect
 from serve_app.client.completion import Completion, join_events
 from serve_app.messages import ReplicaReport
 from tests.ports import free_port
-from tests.serve_app.running_app import ADMIN_KEY, APP_NAME, ENVIRONMENT, start_ray
+from tests.serve_app.running_app import ADMIN_KEY, APP_NAME, ENVIRONMENT, clients_beside, start_ray
 from tests.serve_app.tiny_model import make_model_folder
 from tests.waiting import eventually
 
@@ -202,14 +202,8 @@ async def load_on(llm: Pitstop, url: str, *, keeps_counts: bool = True) -> Async
     load = Load(llm, asks)
     load.twins = await asyncio.gather(*(ask.answer(llm) for ask in asks))
     before = await resumes(url)
-    clients = [asyncio.create_task(load.run(client)) for client in range(NUM_CLIENTS)]
-    try:
+    async with clients_beside(load, NUM_CLIENTS, deadline_s=CLIENT_DEADLINE_S):
         yield load
-        load.is_over = True
-        await asyncio.wait_for(asyncio.gather(*clients), CLIENT_DEADLINE_S)
-    finally:
-        for client in clients:
-            client.cancel()
     resumed = await resumes(url) - before if keeps_counts else float("nan")
     print(f"outcomes={dict(load.outcomes)} resumes={resumed:.0f}")  # noqa: T201  # the numbers of the run
     assert set(load.outcomes) == {"same"}
