@@ -83,6 +83,11 @@ class FleetMember:
             self._catching_up = asyncio.get_running_loop().create_task(self._catch_up(committed))
         return committed
 
+    async def caught_up(self) -> None:
+        """Waits for the end of what a beat has begun beside itself, whether it succeeded or not."""
+        if self._catching_up is not None:
+            await self._catching_up
+
     async def _confirm(self) -> None:
         """Looks until the controller answers, as it did a moment ago; one that stays away must not stop a replica."""
         try:
@@ -99,8 +104,7 @@ class FleetMember:
             # Ray raises many kinds while the controller is away.
             logger.info("event=confirm_retried error=%r", str(error))
             return False
-        if self._catching_up is not None:
-            await self._catching_up
+        await self.caught_up()
         await self._pauses.follow()
         return not self._follower.is_lagging
 

@@ -144,7 +144,7 @@ class Fleet:
         answers = await asyncio.gather(*(self.members[name].beat() for name in alive))
         for name, committed in zip(alive, answers, strict=True):
             if committed.swap_in_progress is None:
-                await self.followers[name].catch_up(committed)
+                await self.members[name].caught_up()
 
     async def swap(self, path: str, **options: Any) -> SwapResult:
         return await self.weights.swap(SwapRequest(WeightSource(path), **options))
