@@ -1,5 +1,6 @@
-"""Which tests share a worker: two clusters of Ray at once on two cores would only be slow."""
+"""How tests share the machine: two clusters of Ray at once on two cores would only be slow."""
 
+import os
 from functools import cache
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 ROOT = Path(__file__).parents[1]
 STARTS_RAY = ("running_app", "import ray\n", "from ray ", "examples/grpo.py", "from serve_app.cli import main; main()")
 """What the text of a module has that starts Ray, or has somebody start it."""
+
+# Ray's workers are nice (15), and beside other work of the machine a replica then takes minutes to start.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

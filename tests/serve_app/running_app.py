@@ -23,8 +23,6 @@ ENVIRONMENT = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # Ray's workers are nice (15), and beside other work of the machine a replica then takes minutes to start.
-    "RAY_worker_niceness": "0",
 }
 
 
