@@ -225,6 +225,22 @@ def test_every_node_has_a_proxy_where_the_probes_and_the_service_look(overlay: s
         assert {"name": "serve", "containerPort": 8000} in pod["containers"][0]["ports"]
 
 
+def cpus_beside(overlay: str) -> dict[str, float]:
+    """Gives what the deployments without a model ask for, where they ask for more than nothing."""
+    (application,) = yaml.safe_load(service_of(overlay)["spec"]["serveConfigV2"])["applications"]
+    return {one["name"]: one["ray_actor_options"]["num_cpus"] for one in application.get("deployments", [])}
+
+
+def test_what_clients_need_does_not_go_down_with_a_head_that_comes_back() -> None:
+    cluster = cluster_of("production")
+    assert cluster["gcsFaultToleranceOptions"]
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert {name: cpus > 0 for name, cpus in cpus_beside("production").items()} == {
+        "Router": True,
+        "WeightController": True,
+    }
+
+
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_worker_holds_a_replica_and_the_group_all_of_them(overlay: str) -> None:
     replicas = settings_of(overlay).replicas
@@ -232,7 +248,8 @@ def test_a_worker_holds_a_replica_and_the_group_all_of_them(overlay: str) -> Non
     resources = group["template"]["spec"]["containers"][0]["resources"]
     gpus = int(resources["limits"].get("nvidia.com/gpu", 0))
     assert gpus == replicas.num_gpus * replicas.tensor_parallel_size
-    fitting = int(int(resources["requests"]["cpu"]) / (replicas.num_cpus * replicas.tensor_parallel_size))
+    beside = sum(cpus_beside(overlay).values())
+    fitting = int((int(resources["requests"]["cpu"]) - beside) / (replicas.num_cpus * replicas.tensor_parallel_size))
     per_worker = 1 if gpus else fitting
     assert fitting >= 1
     assert group["minReplicas"] * per_worker >= replicas.min
