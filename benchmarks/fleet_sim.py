@@ -38,6 +38,8 @@ NUM_ROUTERS = (1, 4, 16, 64)
 RATES = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
 ATTAINED = (0.99, 0.95)
 """Shares of requests within their limits; the highest rate with them is what others call goodput (DistServe, 2024)."""
+CRASHES_AT = (0.2, 0.35, 0.5, 0.85)
+"""Shares of the run, each in another burst."""
 DELAYS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
@@ -130,12 +132,12 @@ def _cases(part: str, arguments: argparse.Namespace) -> list[Case]:
             for policy in policies
             if policy in (BASELINE, "ours", "oracle")
         ]
-    crashed = replace(usual, workload="bursts", crash_at=0.6)
     return [
-        replace(case, policy=policy)
-        for case in (replace(crashed, crash_at=None), crashed)
+        replace(usual, workload="bursts", utilisation=utilisation, crash_at=crash_at, policy=policy)
+        for utilisation in arguments.utilisations or load("bursts")["utilisations"]
+        for crash_at in (None, *CRASHES_AT)
         for policy in policies
-        if policy in ("ours", BASELINE)
+        if policy in ("ours", "oracle", BASELINE)
     ]
 
 

@@ -13,6 +13,9 @@ from engine.request import (
     WeightSpan,
 )
 
+Arrival = tuple[float, int]
+"""When a request came, here or where it waited before; of two at once, who was taken first."""
+
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class ActiveRequest:
@@ -33,6 +36,8 @@ class ActiveRequest:
     cache_salt: str | None = None
     tenant: str | None = None
     priority: int = 0
+    waited_s: float = 0.0
+    """Before it came here."""
     parent_id: str | None = None
     constraint: TokenConstraint | None = None
     """What its tokens have to follow; it knows those that were appended."""
@@ -43,8 +48,8 @@ class ActiveRequest:
 
     needs_processors: bool = field(init=False)
     """More than temperature, top_k and top_p acts on its scores; asked in every step, so kept."""
-    arrival: int = 0
-    """Counts requests of one scheduler; set when it takes this one."""
+    arrival: Arrival = (0.0, 0)
+    """Its place among all requests of one scheduler; set when it takes this one."""
     num_overtaken: int = 0
     is_begun: bool = False
     """It or its parent has run; a request that was sent back to the line still counts as running for a swap."""

@@ -262,12 +262,12 @@ class ContinuousBatchingManager:
         Of several tensor parallel ranks only the driver takes requests; the others give None.
 
         With `num_return_sequences` n in `sampling`, the further outputs come under the ids `<id>__child#0` to
-        `<id>__child#<n - 2>`; cancelling <id> cancels them all. Of `hints`, tenant and priority count here: a smaller
-        priority goes first. tokenizer: the model's, which stop strings need; it makes those of the model's own config
-        apply too. constraint: what the output has to follow, in a state that is the request's own from here on; further
-        outputs get a fork of it. weight_version: the one version that may sample its tokens; when another takes its
-        place before the request has begun, it ends with the reason `weight_version_gone`. resumed: the tokens that each
-        output has already, its own first, then those of `__child#0` and on; None for one that has ended, of which
+        `<id>__child#<n - 2>`; cancelling <id> cancels them all. Of `hints`, tenant, priority and waited_s count here: a
+        smaller priority goes first. tokenizer: the model's, which stop strings need; it makes those of the model's own
+        config apply too. constraint: what the output has to follow, in a state that is the request's own from here on;
+        further outputs get a fork of it. weight_version: the one version that may sample its tokens; when another takes
+        its place before the request has begun, it ends with the reason `weight_version_gone`. resumed: the tokens that
+        each output has already, its own first, then those of `__child#0` and on; None for one that has ended, of which
         nothing is heard. The request goes on as if it had never stopped, given the same seed and the same weights.
         logit_processor_kwargs: fields of `SamplingParams` that choose the tokens, where `per_request_processors` is
         set.

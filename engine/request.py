@@ -142,7 +142,8 @@ class WorkloadHints:
     """What is known beforehand of a workload (it then sizes a manager) or of one request (it then routes it).
 
     Lengths are in tokens. `max_generated_length` is `max_new_tokens` and `num_requests` is `n` for a single request.
-    0 and None mean: not known.
+    0 and None mean: not known. waited_s: seconds for which a request has waited elsewhere, as one does whose engine was
+    lost; it gets the place in line that it would have had.
     """
 
     max_prompt_length: int = 0
@@ -152,6 +153,7 @@ class WorkloadHints:
     session_id: str | None = None
     tenant: str | None = None
     priority: int = 0
+    waited_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,11 +107,12 @@ class Scheduler:
         """Puts a checked request, with its children behind it, in line."""
         assert request.request_id not in self._line
         assert request.request_id not in self._running
-        request.arrival = next(self._arrivals)
+        came = request.created_time - request.waited_s
+        request.arrival = came, next(self._arrivals)
         self._enter_line(request)
         self.counters.prompt_tokens += len(request.prompt_ids)
         for child in request.children:
-            child.arrival = next(self._arrivals)
+            child.arrival = came, next(self._arrivals)
             self._unborn[child.request_id] = child
         if request.num_tokens == 1:
             self._release_children(request)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -73,6 +74,7 @@ class RequestFactory:
             cache_salt=cache_salt,
             tenant=hints.tenant,
             priority=hints.priority,
+            waited_s=_checked_wait(hints.waited_s),
             constraint=constraint,
             pinned_version=pinned_version,
         )
@@ -289,12 +291,19 @@ def _child(parent: ActiveRequest, index: int, request_id: str) -> ActiveRequest:
         cache_salt=parent.cache_salt,
         tenant=parent.tenant,
         priority=parent.priority,
+        waited_s=parent.waited_s,
         parent_id=parent.request_id,
         constraint=None if parent.constraint is None else parent.constraint.fork(),
         prompt_logprobs=parent.prompt_logprobs,
         prompt_top_logprobs=parent.prompt_top_logprobs,
         pinned_version=parent.pinned_version,
     )
+
+
+def _checked_wait(waited_s: object) -> float:
+    if not isinstance(waited_s, float | int) or not 0 <= waited_s < inf:
+        raise InvalidRequest(f"hints.waited_s is {waited_s!r}; it must be a number of seconds, 0 or more", "hints")
+    return float(waited_s)
 
 
 def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -8,7 +8,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from engine.active_request import ActiveRequest
+from engine.active_request import ActiveRequest, Arrival
 
 MAX_OVERTAKEN = 256
 """Large enough that an order is an order, small enough that a request of low priority still ends today."""
@@ -29,10 +29,10 @@ class WaitingLine:
     def __init__(self, order: Order) -> None:
         self._order = order
         self._members: dict[str, ActiveRequest] = {}
-        self._by_arrival: list[tuple[int, str]] = []
-        self._by_priority: list[tuple[int, int, str]] = []
-        self._by_tenant: dict[str | None, list[tuple[int, str]]] = {}
-        self._tenants: list[tuple[float, int, str | None]] = []
+        self._by_arrival: list[tuple[Arrival, str]] = []
+        self._by_priority: list[tuple[int, Arrival, str]] = []
+        self._by_tenant: dict[str | None, list[tuple[Arrival, str]]] = {}
+        self._tenants: list[tuple[float, Arrival, str | None]] = []
         self._served: dict[str | None, float] = {}
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class WaitingLine:
             served = self._served.get(request.tenant, 0.0)
             self._served[request.tenant] = served + num_prompt + DECODE_WEIGHT * num_generated
 
-    def rank(self, request: ActiveRequest) -> tuple[int, int]:
+    def rank(self, request: ActiveRequest) -> tuple[int, Arrival]:
         """Who of the running ones gives way: the greatest."""
         return (request.priority if self._order == "priority" else 0, request.arrival)
 
@@ -139,6 +139,6 @@ class WaitingLine:
                 return self._members[queue[0][1]]
         return None
 
-    def _is_member(self, entry: tuple[int, str]) -> bool:
+    def _is_member(self, entry: tuple[Arrival, str]) -> bool:
         request = self._members.get(entry[1])
         return request is not None and request.arrival == entry[0]

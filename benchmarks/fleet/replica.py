@@ -63,9 +63,12 @@ class Replica:
     def add(self, turn: Turn, hint: int, now: float, generated: int = 0) -> None:
         """Takes a request in, `generated` so far elsewhere; the steps in progress end with the present one."""
         left, to_generate = turn.prompt_tokens + generated, turn.answer_tokens - generated
-        job = Job(turn, now, hint, left=left, to_generate=to_generate, generated=generated)
+        job = Job(turn, turn.arrival, hint, left=left, to_generate=to_generate, generated=generated)
         self.jobs[turn.number] = job
-        self._waiting.append(job)
+        place = len(self._waiting)
+        while place and self._waiting[place - 1].arrival > job.arrival:
+            place -= 1
+        self._waiting.insert(place, job)
         if self._step is None:
             self._begin(now)
             return

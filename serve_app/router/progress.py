@@ -83,6 +83,7 @@ class Progress:
             request,
             request_id=request_id,
             sampling=sampling,
+            hints=replace(request.hints, waited_s=request.hints.waited_s + elapsed_s),
             resumed=resumed if any(resumed) or None in resumed else None,
             resume_version=self.version if self.num_tokens else None,
         )

@@ -633,6 +633,15 @@ def test_priority_takes_the_smallest_first_and_then_the_oldest() -> None:
     assert admission_order(scheduler, requests) == [3, 1, 0, 2]
 
 
+@pytest.mark.parametrize("order", ["fifo", "prefill_first", "priority", "fair"])
+def test_who_has_waited_elsewhere_goes_where_that_time_puts_it(order: str) -> None:
+    requests = [make_request([1, 2], 1) for _ in range(5)]
+    for request, came, waited_s in zip(requests, [10, 20, 30, 40, 40], [0, 0, 0, 15, 0], strict=True):
+        request.created_time, request.waited_s = came, waited_s
+    scheduler = Scheduler(make_config(scheduler_type=order, max_requests_per_batch=1, max_batch_tokens=2))
+    assert admission_order(scheduler, requests) == [0, 1, 3, 2, 4]
+
+
 def test_no_request_is_overtaken_for_ever() -> None:
     scheduler = Scheduler(make_config(scheduler_type="priority", max_requests_per_batch=1, max_batch_tokens=2))
     low = make_request([1, 2], 1)

@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -5,7 +7,7 @@ from test_scheduler import make_config
 
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.generation_defaults import GenerationDefaults
-from engine.request import SamplingParams
+from engine.request import SamplingParams, WorkloadHints
 from engine.submission import RequestFactory
 
 DEFAULTS = SamplingParams(temperature=0.0, top_k=0, top_p=1.0, eos_token_ids=(96,))
@@ -63,6 +65,14 @@ def test_what_can_never_fit_is_refused_and_an_open_end_takes_what_fits() -> None
         make([1] * 64)
     request = make_factory().make([1] * 60, request_id=None, sampling=SamplingParams(), cache_salt=None)
     assert request.max_new_tokens == 4
+
+
+@pytest.mark.parametrize("waited_s", [-0.1, float("nan"), float("inf"), "1", None])
+def test_no_request_can_have_waited_for_what_is_no_time(waited_s: Any) -> None:
+    with pytest.raises(InvalidRequest, match="waited_s"):
+        make_factory().make(
+            [1], request_id=None, sampling=SamplingParams(), hints=WorkloadHints(waited_s=waited_s), cache_salt=None
+        )
 
 
 def test_the_same_parameter_twice_and_unknown_ones_are_refused_by_name() -> None:

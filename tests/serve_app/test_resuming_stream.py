@@ -288,3 +288,7 @@ def test_time_that_has_passed_is_not_given_again() -> None:
     assert left[0] == 0.5
     assert left == sorted(left, reverse=True)
     assert left[-1] == 0.001
+    waited = [attempt.request.hints.waited_s for attempt in fleet.attempts]
+    assert waited[0] == 0
+    assert waited == sorted(waited)
+    assert waited[-1] >= 0.5, "it keeps its place in line"
