@@ -137,7 +137,10 @@ class Answer:
         self._num_characters += len(text)
         self.num_tokens += len(token_ids)
         piece.token_ids += token_ids
-        piece.text += text if self.num_tokens <= self._rules.min_tokens else self._stop.push(text)
+        piece.text += self._before_stop(text)
+
+    def _before_stop(self, text: str) -> str:
+        return self._stop.push(text, counts=self.num_tokens > self._rules.min_tokens)
 
     def _num_shown(self, token_ids: Sequence[int], event: TokenEvent, end: int) -> int:
         """All tokens but a stop token, which the text does not show unless it is asked to."""
@@ -152,7 +155,7 @@ class Answer:
 
     def _finish(self, piece: Piece, event: TokenEvent) -> None:
         if event.finish_reason is not None and not self._stop.is_stopped:
-            piece.text += self._stop.push(self._detokeniser.flush())
+            piece.text += self._before_stop(self._detokeniser.flush())
             piece.text += self._stop.flush()
             piece.finish_reason, piece.stop_reason = event.finish_reason, self._stop_token(event)
         if self._stop.is_stopped:

@@ -227,31 +227,43 @@ class StopMatcher:
         self._stop_strings = stop_strings
         self._includes_stop = includes_stop
         self._held = ""
+        self._num_uncounted = 0
+        """Characters at the head of `_held` that no stop string counts within."""
         self.found: str | None = None
 
     @property
     def is_stopped(self) -> bool:
         return self.found is not None
 
-    def push(self, text: str) -> str:
-        """Gives the text that no stop string can reach any more; nothing after a stop."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """Gives the text that no stop string can reach any more; nothing after a stop.
+
+        counts: False where no stop string counts that is complete by the end of this text; one may begin in it.
+        """
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
-        if found:
+        if not counts:
+            self._num_uncounted = len(text)
+        if found := self._found_in(text):
             end, start = min(found)
             self.found, self._held = text[start:end], ""
             return text[: end if self._includes_stop else start]
         num_held = max((overlap(text, stop) for stop in self._stop_strings), default=0)
         settled = len(text) - num_held
         self._held = text[settled:]
+        self._num_uncounted = max(0, self._num_uncounted - settled)
         return text[:settled]
 
     def flush(self) -> str:
         """Gives what was held back, at the end of an output that met no stop string."""
         held, self._held = self._held, ""
         return held
+
+    def _found_in(self, text: str) -> list[tuple[int, int]]:
+        """Gives where each stop string ends and starts that counts in a text, at its first place."""
+        starts = [(stop, text.find(stop, max(0, self._num_uncounted - len(stop) + 1))) for stop in self._stop_strings]
+        return [(start + len(stop), start) for stop, start in starts if start >= 0]
 
 
 def overlap(text: str, stop: str) -> int:

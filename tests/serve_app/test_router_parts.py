@@ -121,6 +121,29 @@ def test_no_stop_string_counts_before_the_least_number_of_tokens(tokenizer: Toke
     assert (piece.text, piece.finish_reason) == ("the end the end", "length")
 
 
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_counts_that_is_complete_only_after_the_least_number_of_tokens(
+    tokenizer: Tokenizer, includes: bool
+) -> None:
+    rng = random.Random(6)
+    for _ in range(1000):
+        text = "".join(rng.choices("abc", k=rng.randint(1, 12)))
+        stops = tuple("".join(rng.choices("abc", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3)))
+        ids, least = tokenizer.encode(text), rng.randint(0, 8)
+        whole, answer = Piece(), Answer(tokenizer, TextRules(stops, min_tokens=least, includes_stop=includes))
+        for number, token_id in enumerate(ids, 1):
+            whole.extend(
+                answer.push(TokenEvent("r", [token_id], finish_reason="length" if number == len(ids) else None))
+            )
+            if answer.is_over:
+                break
+        uncounted = len(tokenizer.decode(ids[:least]))
+        ends = [(at + len(stop), at) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
+        end, start = min((found for found in ends if found[0] > uncounted), default=(len(text), len(text)))
+        assert whole.text == text[: end if includes else start], (text, stops, least)
+        assert whole.stop_reason == (text[start:end] or None)
+
+
 def test_special_tokens_are_shown_where_asked_for(tokenizer: Tokenizer) -> None:
     assert all_at_once(tokenizer, "a<|end|>b").text == "ab"
     assert all_at_once(tokenizer, "a<|end|>b", skips_special_tokens=False).text == "a<|end|>b"
