@@ -15,6 +15,8 @@ MAX_TOKEN_BYTES = 2**20
 """Of a written point before it is unpacked, and sixteen times as many after it."""
 MAX_NUMBERS = 2**18
 """In a written point, about one a token. Reading so many takes a tenth of a second; unpacked, millions would fit."""
+LEAST_SEED = -(2**63)
+"""Seeds are signed numbers of 64 bits, as clients write them; what else a point holds counts from 0."""
 FORMAT = 1
 
 
@@ -115,7 +117,7 @@ def read_points(text: str, prompts: Sequence[Sequence[int]]) -> list[ResumePoint
             raise ValueError("it is of another release")
         points = [
             ResumePoint(
-                _number(point["seed"]),
+                _number(point["seed"], least=LEAST_SEED),
                 tuple(None if ids is None else tuple(_number(token) for token in ids) for ids in point["tokens"]),
                 tuple(
                     tuple(WeightSpan(_number(version), _number(start), _number(end)) for version, start, end in spans)
@@ -195,8 +197,8 @@ def _joined(before: tuple[int, ...] | None, later: Sequence[int] | None) -> tupl
     return None if before is None or later is None else (*before, *later)
 
 
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**64:
+def _number(value: object, *, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**64:
         raise ValueError(f"{value!r:.40} is no number of it")
     return value
 

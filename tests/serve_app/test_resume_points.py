@@ -5,6 +5,7 @@ import json
 import random
 import zlib
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from engine import InvalidRequest, PitstopError, WeightSpan
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.protocol.errors import NoReplica
+from serve_app.protocol.requests import CompletionRequest
 from serve_app.resume_point import ResumePoint, ResumeTrail, extended, read_points, write_points
 from serve_app.settings import AppSettings, parse_settings
 from tests.serve_app.local_app import LocalApp, LocalStream, local_app
@@ -28,6 +30,12 @@ def test_a_point_survives_its_text() -> None:
     assert text.isascii()
     assert read_points(text, prompts) == [POINT, POINT]
     assert POINT.version == 3
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -5, -1, 0, 2**63 - 1])
+def test_a_point_of_every_seed_that_a_request_may_have_survives(seed: int) -> None:
+    point = replace(POINT, seed=CompletionRequest(model="m", prompt="x", seed=seed).sampling().seed)
+    assert read_points(write_points([point], [[1]]), [[1]]) == [point]
 
 
 @pytest.mark.parametrize("text", ["", "x", "!!!", "AAAA", "eJwDAAAAAAE=", "é", "a" * (2**20 + 1)])
@@ -142,6 +150,7 @@ async def http(app: LocalApp) -> AsyncIterator[httpx.AsyncClient]:
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "the prompt", "temperature": 0},
     "seeded": {"prompt": "the prompt", "temperature": 1.1, "seed": 4, "n": 2, "stop": ["q", "zz"]},
+    "negative": {"prompt": "the prompt", "temperature": 1.1, "seed": -5},
     "unseeded": {"prompt": ["one", "two"], "temperature": 1.1},
     "regex": {"prompt": "x", "temperature": 1.0, "seed": 1, "structured_outputs": {"regex": "([a-d]{3} )*"}},
     "scored": {"prompt": "x", "temperature": 1.0, "seed": 1, "logprobs": 1, "echo": True},
