@@ -109,6 +109,12 @@ def test_the_reason_to_stop_is_named_and_shown_where_asked_for(tokenizer: Tokeni
     for includes, text in ((False, TEXT[: -len(tokenizer.decode([last]))]), (True, TEXT)):
         piece = all_at_once(tokenizer, TEXT, reason="stop", stop_token_ids=frozenset({last}), includes_stop=includes)
         assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", last)
+    # The model's own end token is hidden alike, and is no reason; one that a parser looks for is not.
+    for shown, includes in ((False, False), (True, False), (False, True)):
+        rules = {"end_ids": frozenset({last}), "shown_ids": frozenset({last} if shown else ())}
+        piece = all_at_once(tokenizer, TEXT, reason="stop", includes_stop=includes, skips_special_tokens=False, **rules)
+        text = TEXT if shown or includes else TEXT[: -len(tokenizer.decode([last]))]
+        assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", None)
     # The token is in its place by chance: it is not what ended the answer.
     assert all_at_once(tokenizer, TEXT, stop_token_ids=frozenset({last})).stop_reason is None
 
