@@ -21,6 +21,8 @@ class TextRules:
     end_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     includes_stop: bool = False
+    continues_prompt: bool = False
+    """The text goes on with that of the prompt, so it has the space between the two, which else is left out."""
     skips_special_tokens: bool = True
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that are shown all the same."""
@@ -65,11 +67,21 @@ class Answer:
     so an answer does not depend on how tokens were put together in events.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules = TextRules(), *, index: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rules: TextRules = TextRules(),
+        *,
+        index: int = 0,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         self._index = index
         self._rules = rules
         self._detokeniser = Detokeniser(
-            tokenizer, skips_special_tokens=rules.skips_special_tokens, shown_ids=rules.shown_ids
+            tokenizer,
+            skips_special_tokens=rules.skips_special_tokens,
+            shown_ids=rules.shown_ids,
+            prompt_ids=prompt_ids if rules.continues_prompt else (),
         )
         self._stop = StopMatcher(rules.stop_strings, includes_stop=rules.includes_stop)
         # A grammar may end an answer with a token of its text, and a parser may look for an end token.

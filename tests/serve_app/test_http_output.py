@@ -213,3 +213,15 @@ async def test_the_end_token_is_text_only_where_what_stops_is_asked_for(http: ht
     # Where it ends nothing it is a token as any other.
     choice = (await complete(http, **{**ends, "ignore_eos": True}))["choices"][0]
     assert choice["text"] == 8 * "<|end|>"
+
+
+async def test_a_completion_completes_the_character_that_its_prompt_began(
+    app: LocalApp, http: httpx.AsyncClient
+) -> None:
+    *begun, last = app.service.tokenizer.encode("日")
+    choice = (await complete(http, prompt=begun, allowed_token_ids=[last], max_tokens=1))["choices"][0]
+    assert choice["text"] == "日"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for fields in ({}, {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}):
+        choice = (await chat(http, **fields, allowed_token_ids=[last], max_tokens=1))["choices"][0]
+        assert choice["message"]["content"] == "\ufffd", "no prompt began it"

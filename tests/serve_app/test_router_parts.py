@@ -13,7 +13,7 @@ from serve_app.router.answer import Answer, Piece, TextRules
 from serve_app.router.deployment import _token_events
 from serve_app.router.generation import Generation
 from serve_app.text.tokenizer import Tokenizer
-from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
+from tests.serve_app.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 TEXT = "the stop string 日本語 👩‍👩‍👧‍👦 ends here, the end"
 
@@ -148,6 +148,24 @@ def test_a_stop_string_counts_that_is_complete_only_after_the_least_number_of_to
         end, start = min((found for found in ends if found[0] > uncounted), default=(len(text), len(text)))
         assert whole.text == text[: end if includes else start], (text, stops, least)
         assert whole.stop_reason == (text[start:end] or None)
+
+
+def test_an_answer_that_goes_on_with_its_prompt_has_the_space_between_them() -> None:
+    fast = byte_fallback_tokenizer()
+    tokenizer = Tokenizer(fast)
+    prompt, later = fast.convert_tokens_to_ids(["▁the"]), fast.convert_tokens_to_ids(["▁st", "o", "p"])
+    assert tokenizer.decode(prompt + later) == "the stop"
+    for continues, text in ((True, " stop"), (False, "stop")):
+        for num_before in range(len(later)):
+            answer = Answer(tokenizer, TextRules(continues_prompt=continues), prompt_ids=prompt)
+            before = answer.push(TokenEvent("r", later[:num_before])).text
+            resumed = Answer(tokenizer, TextRules(continues_prompt=continues), prompt_ids=prompt)
+            resumed.go_on(later[:num_before], [])
+            rest = [one.push(TokenEvent("r", later[num_before:], finish_reason="length")) for one in (answer, resumed)]
+            assert [before + piece.text for piece in rest] == [text, text]
+    answer = Answer(tokenizer, TextRules((" stop",), continues_prompt=True), prompt_ids=prompt)
+    piece = answer.push(TokenEvent("r", later, finish_reason="length"))
+    assert (piece.text, piece.stop_reason) == ("", " stop")
 
 
 def test_special_tokens_are_shown_where_asked_for(tokenizer: Tokenizer) -> None:
