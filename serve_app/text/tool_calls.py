@@ -58,17 +58,21 @@ class Parsed:
 
 class ToolCallParser:
     """One answer. names: of the tools offered. only_first: later calls are left out, where they may not be parallel.
+    is_all_calls: a grammar has the answer be calls alone, so the head of one that was cut is no content.
 
     Blanks around calls are no content, but for those that keep apart what stands on both sides. Invariant: `_raw` and
     `_text` are what has come and is neither given out nor passed over; `_raw` began what may be a call, and is content
     if it is none.
     """
 
-    def __init__(self, style: ToolStyle, names: Iterable[str], *, only_first: bool = False) -> None:
+    def __init__(
+        self, style: ToolStyle, names: Iterable[str], *, only_first: bool = False, is_all_calls: bool = False
+    ) -> None:
         self._style = style
         self._opening = OPENING[style]
         self._names = frozenset(names)
         self._only_first = only_first
+        self._is_all_calls = is_all_calls
         self._raw = self._text = ""
         self._state: Callable[[], bool] = self._find_opening if self._opening else self._read_head
         self._end = ObjectEnd()
@@ -92,7 +96,8 @@ class ToolCallParser:
 
     def flush(self) -> Parsed:
         """Gives what was held back, at the end of the answer."""
-        if self._state not in (self._stream_arguments, self._close_object, self._close_call):
+        is_cut = self._state in (self._stream_arguments, self._close_object, self._close_call)
+        if not (is_cut or self._is_all_calls):
             self._add_content(self._raw + self._text)
         self._raw = self._text = ""
         if not self._follows_call:

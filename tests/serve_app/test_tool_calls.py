@@ -144,3 +144,18 @@ def test_arguments_come_out_as_they_were_written(num_examples: int) -> None:
 )
 def test_only_the_first_call_is_given_where_calls_may_not_be_parallel(style: ToolStyle, text: str) -> None:
     assert parse(style, list(text), only_first=True) == ("", [("weather", OBJECT)])
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>"),
+        (LLAMA3, f"{LLAMA}; {LLAMA}"),
+        (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]"),
+        (MISTRAL, f"[TOOL_CALLS]weather[ARGS]{OBJECT}[TOOL_CALLS]search[ARGS]{{}}"),
+    ],
+)
+def test_an_answer_that_is_all_calls_has_no_content_wherever_it_is_cut(style: ToolStyle, text: str) -> None:
+    for cut in range(len(text) + 1):
+        parser = ToolCallParser(style, NAMES, is_all_calls=True)
+        assert [part.content for part in (*map(parser.push, text[:cut]), parser.flush())] == [""] * (cut + 1)
