@@ -132,12 +132,13 @@ class EngineReplica:
         """Ends one output of a prompt whose others go on; ignores what is not in flight here."""
         self._manager.cancel_request(sequence_id, alone=True)
 
-    def model_info(self) -> dict[str, int]:
+    def model_info(self) -> dict[str, int | tuple[int, ...]]:
         """Gives what a router has to know of the model; lengths in tokens."""
         config = self._manager.config
         return {
             "max_model_len": self._max_model_len,
             "vocab_size": config.vocab_size,
+            "end_ids": self._manager.eos_token_ids,
             "weight_version": self._follower.version,
         }
 

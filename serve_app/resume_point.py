@@ -14,7 +14,9 @@ from serve_app.messages import TokenEvent
 MAX_TOKEN_BYTES = 2**20
 """Of a written point before it is unpacked, and sixteen times as many after it."""
 MAX_NUMBERS = 2**18
-"""In a written point, about one a token. Reading so many takes a tenth of a second; unpacked, millions would fit."""
+"""In the points of a request, about one a token. Reading so many takes a tenth of a second; millions would fit."""
+LEAST_SEED = -(2**63)
+"""Seeds are signed numbers of 64 bits, as clients write them; what else a point holds counts from 0."""
 FORMAT = 1
 
 
@@ -67,7 +69,7 @@ class ResumeTrail:
         """Takes in an event as the handle of an application gives it."""
         self.seed = self.seed if event.seed is None else event.seed
         self.tokens.setdefault(event.index, []).extend(event.token_ids)
-        self.spans.setdefault(event.index, []).extend(event.weight_versions)
+        self._add_spans(self.spans.setdefault(event.index, []), event.weight_versions)
         if event.finish_reason is not None:
             self.ended.add(event.index)
 
@@ -81,9 +83,23 @@ class ResumeTrail:
             tuple(tuple(self.spans.get(index, ())) for index in range(num_sequences)),
         )
 
+    def _add_spans(self, known: list[WeightSpan], spans: Sequence[WeightSpan]) -> None:
+        for span in spans:
+            # One for each event would make a point four times as long.
+            if known and known[-1].version == span.version and not span.is_recomputed:
+                known[-1] = replace(known[-1], end=span.end)
+            else:
+                known.append(span)
 
-def write_points(points: Sequence[ResumePoint], prompts: Sequence[Sequence[int]]) -> str:
-    """Gives the points of one request, one for each of its prompts, as a text for URLs and JSON."""
+
+def write_points(points: Sequence[ResumePoint], prompts: Sequence[Sequence[int]]) -> str | None:
+    """Gives the points of one request, one for each of its prompts, as a text for URLs and JSON.
+
+    None where they hold more than would be read again: MAX_NUMBERS, and MAX_TOKEN_BYTES as text.
+    """
+    # Before it is written, which of millions would take seconds.
+    if sum(len(ids or ()) for point in points for ids in point.tokens) > MAX_NUMBERS:
+        return None
     told = {
         "format": FORMAT,
         "prompts": _digest(prompts),
@@ -97,7 +113,11 @@ def write_points(points: Sequence[ResumePoint], prompts: Sequence[Sequence[int]]
             for point in points
         ],
     }
-    return base64.urlsafe_b64encode(zlib.compress(json.dumps(told, separators=(",", ":")).encode())).decode()
+    written = json.dumps(told, separators=(",", ":")).encode()
+    if _has_too_many_numbers(written):
+        return None
+    text = base64.urlsafe_b64encode(zlib.compress(written)).decode()
+    return text if len(text) <= MAX_TOKEN_BYTES else None
 
 
 def read_points(text: str, prompts: Sequence[Sequence[int]]) -> list[ResumePoint]:
@@ -108,14 +128,14 @@ def read_points(text: str, prompts: Sequence[Sequence[int]]) -> list[ResumePoint
         unpacker = zlib.decompressobj()
         packed = base64.b64decode(text, altchars=b"-_", validate=True)
         written = unpacker.decompress(packed, 16 * MAX_TOKEN_BYTES)
-        if written.count(b",") > MAX_NUMBERS:
+        if _has_too_many_numbers(written):
             raise ValueError(f"it holds more than {MAX_NUMBERS} numbers")
         told = json.loads(written)
         if told["format"] != FORMAT:
             raise ValueError("it is of another release")
         points = [
             ResumePoint(
-                _number(point["seed"]),
+                _number(point["seed"], least=LEAST_SEED),
                 tuple(None if ids is None else tuple(_number(token) for token in ids) for ids in point["tokens"]),
                 tuple(
                     tuple(WeightSpan(_number(version), _number(start), _number(end)) for version, start, end in spans)
@@ -195,8 +215,12 @@ def _joined(before: tuple[int, ...] | None, later: Sequence[int] | None) -> tupl
     return None if before is None or later is None else (*before, *later)
 
 
-def _number(value: object) -> int:
-    if type(value) is not int or not 0 <= value < 2**64:
+def _has_too_many_numbers(written: bytes) -> bool:
+    return written.count(b",") > MAX_NUMBERS
+
+
+def _number(value: object, *, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**64:
         raise ValueError(f"{value!r:.40} is no number of it")
     return value
 

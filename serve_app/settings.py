@@ -271,8 +271,9 @@ class LimitSettings(Section):
     max_queued_tokens: tokens of prompts and expected answers that may wait in line at a router; a tenant with less than
         its share of them may go beyond, up to twice as many. A million are half an hour of a replica on a small GPU.
     request_timeout_s: seconds a request may take in all, streaming included; its own `timeout` may be shorter.
-    version_wait_s: seconds a request waits for the weight version it asks for at least; 0 refuses it at once. A swap of
-        a small model takes a second, and a trainer that asks for the next version asks shortly before its commit.
+    version_wait_s: seconds a request waits for the weight version it asks for at least, its own time permitting; 0
+        refuses it at once. A swap of a small model takes a second, and a trainer that asks for the next version asks
+        shortly before its commit.
     max_body_bytes: size of an HTTP body; 8 MiB is far above any prompt that fits a model.
     max_json_depth: levels of a body; a JSON schema inside of one has a dozen.
     max_choices: answers of one request, `n` for each of its prompts; OpenAI takes 128.

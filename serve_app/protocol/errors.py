@@ -227,7 +227,7 @@ class ErrorBody(BaseModel):
 
     error: ErrorDetail
     resume: str | None = None
-    """Of a stream of completions: the token to go on with, in the body's `resume`."""
+    """Of a stream of completions: the token to go on with, in the body's `resume`; none beyond what is read again."""
 
     @model_serializer(mode="wrap")
     def _leave_out_unused(self, handler: SerializerFunctionWrapHandler) -> dict[str, object]:

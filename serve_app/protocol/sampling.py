@@ -42,8 +42,9 @@ class SamplingFields(RequestModel, ABC):
 
     n: answers to each prompt, which is computed once; the first is that of n=1 with the same seed.
     OpenAI's: n, temperature, top_p, seed, frequency_penalty, presence_penalty, logit_bias, stop. vLLM's: the others.
-    top_k: 0 or -1 keeps all. stop, stop_token_ids: neither string nor token is part of the text, unless
-    include_stop_str_in_output. min_tokens: no end token, stop token or stop string ends the answer before.
+    top_k: 0 or -1 keeps all. stop, stop_token_ids: neither string nor token is part of the text, nor is the model's end
+    token that ends it, unless include_stop_str_in_output. min_tokens: no end token, stop token or stop string ends the
+    answer before.
     """
 
     n: Annotated[int, Field(ge=1)] | None = None

@@ -12,14 +12,17 @@ from serve_app.text.tokenizer import Detokeniser, StopMatcher, Tokenizer
 class TextRules:
     """Where the text of an answer ends and what it shows.
 
-    stop_token_ids: those that were asked for beside the model's own end tokens. min_tokens: no stop string counts
-    that is complete by then. includes_stop: the text ends with what stopped it.
+    stop_token_ids: those that were asked for beside the model's own end tokens, `end_ids`. min_tokens: no stop string
+    counts that is complete by then. includes_stop: the text ends with what stopped it.
     """
 
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
+    end_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     includes_stop: bool = False
+    continues_prompt: bool = False
+    """The text goes on with that of the prompt, so it has the space between the two, which else is left out."""
     skips_special_tokens: bool = True
     shown_ids: frozenset[int] = frozenset()
     """Special tokens that are shown all the same."""
@@ -64,13 +67,26 @@ class Answer:
     so an answer does not depend on how tokens were put together in events.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules = TextRules(), *, index: int = 0) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        rules: TextRules = TextRules(),
+        *,
+        index: int = 0,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
         self._index = index
         self._rules = rules
         self._detokeniser = Detokeniser(
-            tokenizer, skips_special_tokens=rules.skips_special_tokens, shown_ids=rules.shown_ids
+            tokenizer,
+            skips_special_tokens=rules.skips_special_tokens,
+            shown_ids=rules.shown_ids,
+            prompt_ids=prompt_ids if rules.continues_prompt else (),
         )
         self._stop = StopMatcher(rules.stop_strings, includes_stop=rules.includes_stop)
+        # A grammar may end an answer with a token of its text, and a parser may look for an end token.
+        ends = rules.stop_token_ids | (rules.end_ids - rules.shown_ids)
+        self._hidden_ends = frozenset[int]() if rules.includes_stop else ends
         self._has_stops = bool(rules.stop_strings)
         self._num_characters = 0
         self._spans: list[WeightSpan] = []
@@ -137,22 +153,27 @@ class Answer:
         self._num_characters += len(text)
         self.num_tokens += len(token_ids)
         piece.token_ids += token_ids
-        piece.text += text if self.num_tokens <= self._rules.min_tokens else self._stop.push(text)
+        piece.text += self._before_stop(text)
+
+    def _before_stop(self, text: str) -> str:
+        return self._stop.push(text, counts=self.num_tokens > self._rules.min_tokens)
 
     def _num_shown(self, token_ids: Sequence[int], event: TokenEvent, end: int) -> int:
-        """All tokens but a stop token, which the text does not show unless it is asked to."""
-        is_last = end >= len(event.token_ids) and self._stop_token(event) is not None
-        return len(token_ids) - (is_last and not self._rules.includes_stop)
+        """All tokens but a stop or end token, which the text does not show unless it is asked to."""
+        is_last = end >= len(event.token_ids) and self._last_token(event) in self._hidden_ends
+        return len(token_ids) - is_last
 
     def _stop_token(self, event: TokenEvent) -> int | None:
-        if event.finish_reason != FinishReason.STOP or not event.token_ids:
-            return None
-        token_id = event.token_ids[-1]
+        token_id = self._last_token(event)
         return token_id if token_id in self._rules.stop_token_ids else None
+
+    def _last_token(self, event: TokenEvent) -> int | None:
+        """The token that ended the answer, if one did."""
+        return event.token_ids[-1] if event.finish_reason == FinishReason.STOP and event.token_ids else None
 
     def _finish(self, piece: Piece, event: TokenEvent) -> None:
         if event.finish_reason is not None and not self._stop.is_stopped:
-            piece.text += self._stop.push(self._detokeniser.flush())
+            piece.text += self._before_stop(self._detokeniser.flush())
             piece.text += self._stop.flush()
             piece.finish_reason, piece.stop_reason = event.finish_reason, self._stop_token(event)
         if self._stop.is_stopped:

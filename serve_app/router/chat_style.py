@@ -86,7 +86,12 @@ class ChatStyle:
         calls = None
         if offered and self.tool_style is not None:
             names = (tool.function.name for tool in offered)
-            calls = ToolCallParser(self.tool_style, names, only_first=body.parallel_tool_calls is False)
+            calls = ToolCallParser(
+                self.tool_style,
+                names,
+                only_first=body.parallel_tool_calls is False,
+                is_all_calls=bool(body.required_tools),
+            )
         is_open = self.tokenizer.decode(prompt_ids[-8:], skip_special_tokens=False).rstrip().endswith(THINK)
         return MessageParts(
             reasoning=ReasoningParser(is_open=is_open) if reasons else None,

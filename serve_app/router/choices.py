@@ -68,8 +68,11 @@ class Choices:
         """The prompt that a choice answers; the generation's own, for reading."""
         return self.generations[index * len(self.generations) // len(self.answers)].prompt_ids
 
-    def resume_token(self) -> str:
-        """Gives what it takes to go on with what has not ended, as of the pieces given so far."""
+    def resume_token(self) -> str | None:
+        """Gives what it takes to go on with what has not ended, as of the pieces given so far.
+
+        None where that is more than would be read again.
+        """
         points = [generation.point() for generation in self.generations]
         return write_points(points, [generation.prompt_ids for generation in self.generations])
 

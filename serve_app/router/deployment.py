@@ -113,7 +113,10 @@ class Router:
             prompt_ids=await self._service.prompt_ids(prompt, max_tokens=most),
             sampling=sampling or SamplingParams(),
             hints=hints or WorkloadHints(),
-            rules=TextRules((stop,) if isinstance(stop, str) else tuple(stop)),
+            rules=TextRules(
+                (stop,) if isinstance(stop, str) else tuple(stop),
+                continues_prompt=isinstance(prompt, str) or not any(isinstance(item, Mapping) for item in prompt),
+            ),
             cache_salt=cache_salt,
             grammar=None if structured is None else validate(StructuredOutputs, dict(structured)).grammar(),
             min_weight_version=min_weight_version,

@@ -44,10 +44,11 @@ SWAP_MARGIN_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the router checks before it troubles a replica; lengths in tokens."""
+    """What the router knows of the model without a replica; lengths in tokens. end_ids: its own end tokens."""
 
     max_model_len: int
     vocab_size: int
+    end_ids: frozenset[int] = frozenset()
 
 
 class Fleet:
@@ -123,7 +124,7 @@ class Fleet:
             timeout_s, whom = ANSWER_TIMEOUT_S, "an engine replica"
         info = await call(self._engine.model_info.remote(), timeout_s=timeout_s, whom=whom)
         # New weights have the shapes of the old ones, so what was learned once stays true.
-        self._limits = ModelLimits(max_model_len=info["max_model_len"], vocab_size=info["vocab_size"])
+        self._limits = ModelLimits(info["max_model_len"], info["vocab_size"], frozenset(info["end_ids"]))
         return int(info["weight_version"])
 
     async def limits(self) -> ModelLimits:

@@ -181,6 +181,8 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         stop_strings=tuple(body.stop or ()),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         min_tokens=body.min_tokens or 0,
+        # A template ends its prompt where a message begins, and models then write a space that is none of its text.
+        continues_prompt=not isinstance(body, ChatRequest) or bool(body.continue_final_message),
         includes_stop=bool(body.include_stop_str_in_output),
         skips_special_tokens=body.skip_special_tokens is not False,
         shown_ids=service.style.shown_ids(body) if isinstance(body, ChatRequest) else frozenset(),

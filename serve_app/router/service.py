@@ -131,7 +131,12 @@ class GenerationService:
         # Drawn here, as a replica that goes on with it has to draw the same tokens.
         seed = self._seeds.getrandbits(SEED_BITS)
         sampling = ask.sampling if ask.sampling.seed is not None else replace(ask.sampling, seed=seed)
-        answers = [Answer(self.tokenizer, ask.rules, index=first_index + number) for number in range(num_sequences)]
+        own_ends = ask.sampling.eos_token_ids
+        rules = replace(ask.rules, end_ids=limits.end_ids if own_ends is None else frozenset(own_ends))
+        answers = [
+            Answer(self.tokenizer, rules, index=first_index + number, prompt_ids=ask.prompt_ids)
+            for number in range(num_sequences)
+        ]
         trail = ResumeTrail(sampling.seed)
         if ask.resume is not None:
             check_point(ask.resume, num_outputs=num_sequences, vocab_size=limits.vocab_size, max_new_tokens=room)

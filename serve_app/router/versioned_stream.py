@@ -1,6 +1,7 @@
 """A request that minds its weight version: asked again while the replica it met does not serve that version."""
 
 import asyncio
+import math
 
 from engine import FinishReason, PitstopError, WeightVersionGone
 from serve_app.messages import GenerateRequest, TokenEvent
@@ -18,16 +19,18 @@ class VersionedStream:
     """The token events of one request, as a HandleStream gives them.
 
     A replica may have other weights than routing thought. It then refuses before the first token, and the request is
-    opened anew: until a replica takes it, until `wait_s` are over, or until it is certain that none will.
+    opened anew: until a replica takes it, until `wait_s` or the time of the request are over, or until it is certain
+    that none will.
     """
 
     def __init__(self, fleet: Fleet, request: GenerateRequest, *, wait_s: float, asked_at: float | None = None) -> None:
         """Has to be called in the event loop that reads it; asked_at: when the request came, where not just now."""
         self._fleet = fleet
         self._request = request
-        self._wait_s = wait_s
         self._opened_at = asyncio.get_running_loop().time()
         self._asked_at = self._opened_at if asked_at is None else asked_at
+        self._deadline = self._asked_at + (math.inf if request.timeout_s is None else request.timeout_s)
+        self._wait_s = max(0.0, min(wait_s, self._deadline - self._opened_at))
         self._refused_at: float | None = None
         self._retry_s = FIRST_RETRY_S
         self._is_begun = False
@@ -80,7 +83,7 @@ class VersionedStream:
             give_up_at = self._opened_at + wait_s
             if is_served:
                 give_up_at = max(give_up_at, self._refused_at + ROUTING_LAG_S)
-            if clock() >= give_up_at:
+            if clock() >= min(give_up_at, self._deadline):
                 raise self._refusal(versions)
             if is_served:
                 # Routing has not heard of that replica yet.
@@ -104,5 +107,5 @@ class VersionedStream:
             )
         return WeightVersionUnavailable(
             f"min_weight_version is {least} and the committed weight version is {versions.committed}; it did not come"
-            f" within {self._wait_s:g} s, ask again after the swap"
+            f" within {round(self._wait_s, 1):g} s, ask again after the swap"
         )

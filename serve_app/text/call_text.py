@@ -1,5 +1,6 @@
 """The JSON of a call as far as it has come: its name, where its arguments begin, and where they end."""
 
+import json
 import re
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -89,7 +90,10 @@ def read_head(text: str, at: int, names: AbstractSet[str], *, allows_names: bool
     while True:
         key, at = _string(text, _blanks(text, at))
         at = _blanks(text, _expect(text, _blanks(text, at), ":"))
-        if key in ARGUMENT_NAMES:
+        if key in ARGUMENT_NAMES and text[at : at + 1] == '"':
+            value, at = _string(text, at)
+            arguments = _unquoted(value)
+        elif key in ARGUMENT_NAMES:
             _expect(text, at, "{")
             if name is not None:
                 return CallHead(name, at)
@@ -128,6 +132,17 @@ def _read_bare(text: str, at: int, names: AbstractSet[str]) -> CallHead:
             raise Incomplete
         raise NoCall
     return CallHead(_known(found[1], names), found.end(), is_bare=True)
+
+
+def _unquoted(value: str) -> str:
+    """Gives the object that some models write as a string."""
+    try:
+        text = json.loads(f'"{value}"')
+        if not isinstance(json.loads(text), dict):
+            raise NoCall
+    except (ValueError, RecursionError):
+        raise NoCall from None
+    return str(text)
 
 
 def _known(name: str, names: AbstractSet[str]) -> str:

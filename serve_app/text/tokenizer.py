@@ -7,6 +7,7 @@ comes out of here, put together, is what decoding all tokens at once gives, cut 
 import inspect
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -23,6 +24,10 @@ OWN_TEMPLATE_VALUES = frozenset({"messages", "conversations", "self"})
 """Values that transformers gives every template itself, beside the arguments of `apply_chat_template`."""
 CONTEXT_TOKENS = 4
 """Tokens kept before a forced cut: the last three bytes may begin a character, and one stands before them."""
+
+
+MAX_TAIL_TOKENS = 2 * CONTEXT_TOKENS
+"""Of a prompt that are looked at, which a text goes on with: one of the first four of them begins a character."""
 
 
 class Tokenizer:
@@ -154,22 +159,31 @@ class Tokenizer:
 class Detokeniser:
     """Turns tokens into text as they come. A character is held back until all its tokens are there.
 
-    Invariant: what was given out, put together, is a prefix of the decoding of all tokens so far. Each token is decoded
-    a bounded number of times. The one exception is a tokenizer with byte tokens (<0xE4>): decoding everything at once
-    makes U+FFFD of whole characters spelt in bytes when an incomplete one follows them, and this gave them out before.
+    Invariant: what was given out, put together, is a prefix of the decoding of all tokens so far; after a prompt, of
+    what that adds to the prompt's text, with its first space and the character that the prompt began. Each token is
+    decoded a bounded number of times. The one exception is a tokenizer with byte tokens (<0xE4>): decoding everything
+    at once makes U+FFFD of whole characters spelt in bytes when an incomplete one follows them, and this gave them out
+    before.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, skips_special_tokens: bool = True, shown_ids: AbstractSet[int] = frozenset()
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skips_special_tokens: bool = True,
+        shown_ids: AbstractSet[int] = frozenset(),
+        prompt_ids: Sequence[int] = (),
     ) -> None:
-        """shown_ids: special tokens that are not skipped with the others."""
+        """shown_ids: special tokens that are not skipped with the others. prompt_ids: of what the text goes on with."""
         self._tokenizer = tokenizer
         self._skips = skips_special_tokens
         self._shown = shown_ids
         # Decoding starts at tokens already given out, because how a token reads may depend on the one before it.
-        self._window: list[int] = []
-        self._num_read = 0
-        self._num_emitted = 0
+        self._window = self._tail(prompt_ids)
+        self._prompt_text = self._decode(self._window)
+        """Of the window, until something was given out."""
+        self._num_read, self._whole_prompt_text = self._whole(self._window)
+        self._num_emitted = len(self._prompt_text)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Gives the text that the new tokens complete."""
@@ -184,7 +198,29 @@ class Detokeniser:
 
     def flush(self) -> str:
         """Gives what is still held back, at the end of the output: an incomplete character as U+FFFD."""
-        return self._decode(self._window)[self._num_emitted :]
+        text = self._decode(self._window)
+        return text[self._start_in(text) :]
+
+    def _tail(self, prompt_ids: Sequence[int]) -> list[int]:
+        """Gives the last tokens of a prompt, from where a character begins; none where it has no such place."""
+        shown = (token_id for token_id in reversed(prompt_ids) if not self._is_skipped(token_id))
+        tail = list(islice(shown, MAX_TAIL_TOKENS))[::-1]
+        if len(tail) < MAX_TAIL_TOKENS:
+            return tail
+        tails = (tail[-size:] for size in range(CONTEXT_TOKENS, MAX_TAIL_TOKENS + 1))
+        return next((ids for ids in tails if not (self._whole(ids)[1] or REPLACEMENT).startswith(REPLACEMENT)), [])
+
+    def _whole(self, token_ids: list[int]) -> tuple[int, str]:
+        """Gives the number and the text of tokens without those of the character that they end within."""
+        # With byte tokens an incomplete character spoils those before it, so they are looked at without its bytes.
+        ends = range(max(0, len(token_ids) - CONTEXT_TOKENS + 1), len(token_ids) + 1)
+        texts = [(end, self._decode(token_ids[:end]).rstrip(REPLACEMENT)) for end in ends]
+        return max(texts, key=lambda found: len(found[1]))
+
+    def _start_in(self, text: str) -> int:
+        """Gives where in the text of the window begins what was not given out."""
+        # The new tokens may have completed a character of which the prompt had a part.
+        return self._num_emitted if text.startswith(self._prompt_text) else len(self._whole_prompt_text)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # What is to be skipped is not among them any more.
@@ -200,8 +236,9 @@ class Detokeniser:
     def _emit(self, text: str) -> str:
         if text.endswith(REPLACEMENT):
             return self._emit_settled(text) if len(self._window) - self._num_read > MAX_HELD_TOKENS else ""
-        new = text[self._num_emitted :]
+        new = text[self._start_in(text) :]
         if new:
+            self._prompt_text = ""
             self._window = self._window[self._num_read :]
             self._num_read = len(self._window)
             self._num_emitted = len(self._decode(self._window))
@@ -209,7 +246,8 @@ class Detokeniser:
 
     def _emit_settled(self, text: str) -> str:
         """Gives all but the last U+FFFD, the only one that may still become a character."""
-        new = text[self._num_emitted : -1]
+        new = text[self._start_in(text) : -1]
+        self._prompt_text = ""
         self._window = self._window[-CONTEXT_TOKENS:]
         self._num_read = 1
         self._num_emitted = len(self._decode(self._window)) - 1
@@ -227,31 +265,43 @@ class StopMatcher:
         self._stop_strings = stop_strings
         self._includes_stop = includes_stop
         self._held = ""
+        self._num_uncounted = 0
+        """Characters at the head of `_held` that no stop string counts within."""
         self.found: str | None = None
 
     @property
     def is_stopped(self) -> bool:
         return self.found is not None
 
-    def push(self, text: str) -> str:
-        """Gives the text that no stop string can reach any more; nothing after a stop."""
+    def push(self, text: str, *, counts: bool = True) -> str:
+        """Gives the text that no stop string can reach any more; nothing after a stop.
+
+        counts: False where no stop string counts that is complete by the end of this text; one may begin in it.
+        """
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [(at + len(stop), at) for stop in self._stop_strings if (at := text.find(stop)) >= 0]
-        if found:
+        if not counts:
+            self._num_uncounted = len(text)
+        if found := self._found_in(text):
             end, start = min(found)
             self.found, self._held = text[start:end], ""
             return text[: end if self._includes_stop else start]
         num_held = max((overlap(text, stop) for stop in self._stop_strings), default=0)
         settled = len(text) - num_held
         self._held = text[settled:]
+        self._num_uncounted = max(0, self._num_uncounted - settled)
         return text[:settled]
 
     def flush(self) -> str:
         """Gives what was held back, at the end of an output that met no stop string."""
         held, self._held = self._held, ""
         return held
+
+    def _found_in(self, text: str) -> list[tuple[int, int]]:
+        """Gives where each stop string ends and starts that counts in a text, at its first place."""
+        starts = [(stop, text.find(stop, max(0, self._num_uncounted - len(stop) + 1))) for stop in self._stop_strings]
+        return [(start + len(stop), start) for stop, start in starts if start >= 0]
 
 
 def overlap(text: str, stop: str) -> int:

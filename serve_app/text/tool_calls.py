@@ -15,8 +15,9 @@ from serve_app.text.tokenizer import overlap
 class ToolStyle(StrEnum):
     """How a model writes its calls.
 
-    hermes: an object in <tool_call> tags, as Hermes and Qwen do. llama3_json: the answer is an object, or several with
-    semicolons between. mistral: [TOOL_CALLS] and a list of objects, or before each name with its arguments.
+    hermes: an object in <tool_call> tags, as Hermes and Qwen do, or several, or a list of them. llama3_json: the answer
+    is an object, or several with semicolons between. mistral: [TOOL_CALLS] and a list of objects, or before each name
+    with its arguments.
     """
 
     HERMES = "hermes"
@@ -57,22 +58,27 @@ class Parsed:
 
 class ToolCallParser:
     """One answer. names: of the tools offered. only_first: later calls are left out, where they may not be parallel.
+    is_all_calls: a grammar has the answer be calls alone, so the head of one that was cut is no content.
 
-    Blanks around calls are no content. Invariant: `_raw` and `_text` are what has come and is neither given out nor
-    passed over; `_raw` began what may be a call, and is content if it is none.
+    Blanks around calls are no content, but for those that keep apart what stands on both sides. Invariant: `_raw` and
+    `_text` are what has come and is neither given out nor passed over; `_raw` began what may be a call, and is content
+    if it is none.
     """
 
-    def __init__(self, style: ToolStyle, names: Iterable[str], *, only_first: bool = False) -> None:
+    def __init__(
+        self, style: ToolStyle, names: Iterable[str], *, only_first: bool = False, is_all_calls: bool = False
+    ) -> None:
         self._style = style
         self._opening = OPENING[style]
         self._names = frozenset(names)
         self._only_first = only_first
+        self._is_all_calls = is_all_calls
         self._raw = self._text = ""
         self._state: Callable[[], bool] = self._find_opening if self._opening else self._read_head
         self._end = ObjectEnd()
         self._is_bare = False
-        self._blanks = ""
-        self._follows_call = False
+        self._blanks = self._blanks_before_call = ""
+        self._has_content = self._follows_call = False
         self._content = ""
         self._calls: list[CallDelta] = []
         self._num_calls = 0
@@ -90,7 +96,8 @@ class ToolCallParser:
 
     def flush(self) -> Parsed:
         """Gives what was held back, at the end of the answer."""
-        if self._state not in (self._stream_arguments, self._close_object, self._close_call):
+        is_cut = self._state in (self._stream_arguments, self._close_object, self._close_call)
+        if not (is_cut or self._is_all_calls):
             self._add_content(self._raw + self._text)
         self._raw = self._text = ""
         if not self._follows_call:
@@ -157,6 +164,11 @@ class ToolCallParser:
         text = self._text.lstrip(BLANKS)
         self._state, is_whole = self._outside, True
         if self._style is ToolStyle.HERMES:
+            if text.startswith(("{", ",")):
+                self._raw, self._state = text[0].removeprefix("{"), self._read_head
+                self._text = text.removeprefix(",")
+                return True
+            text = text.removeprefix("]").lstrip(BLANKS)
             is_whole = len(text) >= len(CLOSING) or not CLOSING.startswith(text)
             text = text.removeprefix(CLOSING)
         elif not self._is_bare:
@@ -178,6 +190,7 @@ class ToolCallParser:
     def _start_call(self, head: CallHead) -> None:
         self._calls.append(CallDelta(self._num_calls, name=head.name, arguments=head.arguments))
         self._num_calls += 1
+        self._blanks_before_call = self._blanks_before_call or self._blanks
         self._blanks, self._follows_call = "", True
         self._raw, self._text = "", self._text[head.end :]
         self._end, self._is_bare = ObjectEnd(), head.is_bare
@@ -186,12 +199,17 @@ class ToolCallParser:
     def _add_content(self, text: str) -> None:
         """Adds text without the blanks at its end, which count only when more follows."""
         text = self._blanks + text
-        if self._follows_call:
-            text = text.lstrip(BLANKS)
         settled = text.rstrip(BLANKS)
-        self._content += settled
         self._blanks = text[len(settled) :]
-        self._follows_call = self._follows_call and not settled
+        if not settled:
+            return
+        if self._follows_call:
+            bare = settled.lstrip(BLANKS)
+            apart = self._blanks_before_call or settled[: -len(bare)]
+            settled = apart + bare if self._has_content else bare
+        self._content += settled
+        self._blanks_before_call = ""
+        self._has_content, self._follows_call = True, False
 
     def _taken(self) -> Parsed:
         calls: dict[int, CallDelta] = {}

@@ -57,7 +57,8 @@ class LocalFleet:
         self.manager.cancel_request(sequence_id, alone=True)
 
     async def limits(self) -> ModelLimits:
-        return ModelLimits(self.manager.config.max_model_len, self.manager.config.vocab_size)
+        config = self.manager.config
+        return ModelLimits(config.max_model_len, config.vocab_size, frozenset(self.manager.eos_token_ids))
 
     async def versions(self) -> FleetVersions:
         # Those who wait for a version ask in turns, and nobody else would get one.

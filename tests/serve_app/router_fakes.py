@@ -103,8 +103,8 @@ class FakeEngine:
     async def num_open(self) -> int:
         return len(self._open)
 
-    async def model_info(self) -> dict[str, int]:
-        return {"max_model_len": MAX_MODEL_LEN, "vocab_size": 320, "weight_version": 1}
+    async def model_info(self) -> dict[str, int | tuple[int, ...]]:
+        return {"max_model_len": MAX_MODEL_LEN, "vocab_size": 320, "end_ids": (), "weight_version": 1}
 
     async def metrics(self) -> str:
         return (

@@ -199,3 +199,29 @@ async def test_the_official_client_reads_all_of_it(app: LocalApp) -> None:
             model=MODEL, prompt=["a", "b"], max_tokens=2, logprobs=2, echo=True
         )
         assert [choice.text[0] for choice in completion.choices] == ["a", "b"]
+
+
+async def test_the_end_token_is_text_only_where_what_stops_is_asked_for(http: httpx.AsyncClient) -> None:
+    ends = {"allowed_token_ids": [256], "ignore_eos": False, "return_token_ids": True, "skip_special_tokens": False}
+    for asked in ({}, {"stop_token_ids": [256]}):
+        for includes in (False, True):
+            fields = {**ends, **asked, "include_stop_str_in_output": includes}
+            choice = (await complete(http, **fields))["choices"][0]
+            assert choice["text"] == (await chat(http, **fields))["choices"][0]["message"]["content"]
+            assert (choice["text"], choice["finish_reason"]) == ("<|end|>" if includes else "", "stop")
+            assert choice["token_ids"] == [256]
+    # Where it ends nothing it is a token as any other.
+    choice = (await complete(http, **{**ends, "ignore_eos": True}))["choices"][0]
+    assert choice["text"] == 8 * "<|end|>"
+
+
+async def test_a_completion_completes_the_character_that_its_prompt_began(
+    app: LocalApp, http: httpx.AsyncClient
+) -> None:
+    *begun, last = app.service.tokenizer.encode("日")
+    choice = (await complete(http, prompt=begun, allowed_token_ids=[last], max_tokens=1))["choices"][0]
+    assert choice["text"] == "日"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for fields in ({}, {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}):
+        choice = (await chat(http, **fields, allowed_token_ids=[last], max_tokens=1))["choices"][0]
+        assert choice["message"]["content"] == "\ufffd", "no prompt began it"

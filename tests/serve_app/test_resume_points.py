@@ -5,6 +5,7 @@ import json
 import random
 import zlib
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,7 +14,8 @@ import pytest
 from engine import InvalidRequest, PitstopError, WeightSpan
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.protocol.errors import NoReplica
-from serve_app.resume_point import ResumePoint, ResumeTrail, extended, read_points, write_points
+from serve_app.protocol.requests import CompletionRequest
+from serve_app.resume_point import MAX_NUMBERS, ResumePoint, ResumeTrail, extended, read_points, write_points
 from serve_app.settings import AppSettings, parse_settings
 from tests.serve_app.local_app import LocalApp, LocalStream, local_app
 from tests.serve_app.tiny_model import make_model_folder
@@ -22,12 +24,24 @@ from tests.waiting import eventually
 POINT = ResumePoint(7, ((1, 2), None, ()), ((WeightSpan(3, 0, 2),), (WeightSpan(3, 0, 4),), ()), first_version=3)
 
 
+def written(points: list[ResumePoint], prompts: list[list[int]]) -> str:
+    text = write_points(points, prompts)
+    assert text is not None
+    return text
+
+
 def test_a_point_survives_its_text() -> None:
     prompts = [[1, 2], [3]]
-    text = write_points([POINT, POINT], prompts)
+    text = written([POINT, POINT], prompts)
     assert text.isascii()
     assert read_points(text, prompts) == [POINT, POINT]
     assert POINT.version == 3
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -5, -1, 0, 2**63 - 1])
+def test_a_point_of_every_seed_that_a_request_may_have_survives(seed: int) -> None:
+    point = replace(POINT, seed=CompletionRequest(model="m", prompt="x", seed=seed).sampling().seed)
+    assert read_points(written([point], [[1]]), [[1]]) == [point]
 
 
 @pytest.mark.parametrize("text", ["", "x", "!!!", "AAAA", "eJwDAAAAAAE=", "é", "a" * (2**20 + 1)])
@@ -37,7 +51,7 @@ def test_a_text_that_is_none_is_refused(text: str) -> None:
 
 
 def test_every_damage_of_a_text_is_refused_or_harmless() -> None:
-    text = write_points([POINT], [[1]])
+    text = written([POINT], [[1]])
     for place in range(len(text)):
         for letter in "Aa0_":
             try:
@@ -73,7 +87,22 @@ def test_more_numbers_than_a_point_has_are_not_even_parsed(kind: str, monkeypatc
 def test_a_point_of_a_hundred_thousand_tokens_is_read() -> None:
     rng = random.Random(0)
     point = ResumePoint(7, (tuple(rng.choices(range(128_000), k=100_000)),), ((WeightSpan(3, 0, 100_000),),), 3)
-    assert read_points(write_points([point], [[1]]), [[1]]) == [point]
+    assert read_points(written([point], [[1]]), [[1]]) == [point]
+
+
+@pytest.mark.parametrize("num_choices", [1, 128, 1024])
+@pytest.mark.parametrize("vocab_size", [300, 2**31])
+def test_every_token_that_is_written_can_be_read_and_others_are_not_written(num_choices: int, vocab_size: int) -> None:
+    rng, seen = random.Random(num_choices), set()
+    ids = [rng.randrange(vocab_size) for _ in range(MAX_NUMBERS + 1)]
+    for num_tokens in (1000, MAX_NUMBERS // 4, MAX_NUMBERS - 10 * num_choices, MAX_NUMBERS + 1 - num_choices):
+        each = max(0, num_tokens) // num_choices
+        tokens = tuple(tuple(ids[index * each : (index + 1) * each]) for index in range(num_choices))
+        point = ResumePoint(7, tokens, ((WeightSpan(3, 0, each),),) * num_choices, 3)
+        text = write_points([point], [[1]])
+        assert text is None or read_points(text, [[1]]) == [point]
+        seen.add(text is None)
+    assert seen == {True, False}
 
 
 def with_its_parts_replaced(value: Any) -> Iterator[Any]:
@@ -92,7 +121,7 @@ def with_its_parts_replaced(value: Any) -> Iterator[Any]:
 
 def test_the_point_of_another_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="of another prompt"):
-        read_points(write_points([POINT], [[1]]), [[2]])
+        read_points(written([POINT], [[1]]), [[2]])
 
 
 def test_later_tokens_are_added_to_their_choices() -> None:
@@ -116,6 +145,14 @@ def test_a_trail_knows_where_each_output_is() -> None:
     point = trail.point(2)
     assert point == ResumePoint(5, ((4,), None), ((WeightSpan(1, 0, 1),), (WeightSpan(1, 0, 2),)))
     assert ResumeTrail.starting_at(point).point(2) == point
+
+
+def test_a_trail_is_about_as_long_as_its_tokens_however_they_came() -> None:
+    trail = ResumeTrail(5)
+    for start in range(200):
+        trail.add(TokenEvent("r", [4], weight_versions=(WeightSpan(1 + start // 100, start, start + 1),)))
+    point = trail.point(1)
+    assert point == ResumePoint(5, ((4,) * 200,), ((WeightSpan(1, 0, 100), WeightSpan(2, 100, 200)),))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +179,7 @@ async def http(app: LocalApp) -> AsyncIterator[httpx.AsyncClient]:
 BODIES: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": "the prompt", "temperature": 0},
     "seeded": {"prompt": "the prompt", "temperature": 1.1, "seed": 4, "n": 2, "stop": ["q", "zz"]},
+    "negative": {"prompt": "the prompt", "temperature": 1.1, "seed": -5},
     "unseeded": {"prompt": ["one", "two"], "temperature": 1.1},
     "regex": {"prompt": "x", "temperature": 1.0, "seed": 1, "structured_outputs": {"regex": "([a-d]{3} )*"}},
     "scored": {"prompt": "x", "temperature": 1.0, "seed": 1, "logprobs": 1, "echo": True},

@@ -101,11 +101,15 @@ class Run:
         resume: dict[str, Any] | None = None,
         pin: int | None = None,
         max_time: float | None = None,
+        least: int | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self._fleet = fleet
         self._settings = parse_settings({"model": "x", "resume": resume or {}})
         sampling = SamplingParams(seed=1, max_new_tokens=NUM_TOKENS, max_time=max_time)
-        self._request = GenerateRequest("r", [1], sampling, weight_version=pin)
+        self._request = GenerateRequest(
+            "r", [1], sampling, weight_version=pin, min_weight_version=least, timeout_s=timeout_s
+        )
         self._recorder = Recorder(ROUTER_METRICS)
         self.events: list[TokenEvent] = []
         self.seconds = 0.0
@@ -269,6 +273,30 @@ def test_it_waits_for_the_old_weights_where_that_is_wanted(comes_back: bool) -> 
     fleet.on_look = on_look
     assert run.start() == list(range(NUM_TOKENS))
     assert {span.version for event in run.events for span in event.weight_versions} == {1}
+
+
+@pytest.mark.parametrize("timeout_s", [0.5, 1.0, 7.0, 600.0])
+def test_no_wait_for_weights_is_longer_than_the_request_may_take(timeout_s: float) -> None:
+    run = Run(Fleet(lambda _: None), least=9, timeout_s=timeout_s)
+    waited_s = min(timeout_s, 30.0)
+    with pytest.raises(WeightVersionUnavailable, match=f"min_weight_version is 9 .* within {waited_s:g} s"):
+        run.start()
+    assert waited_s <= run.seconds <= waited_s + 2 * LOOK_INTERVAL_S
+
+    fleet = Fleet(lambda _: None)
+    run = Run(fleet, resume={"on_version_gone": "wait", "version_wait_s": 30}, timeout_s=timeout_s)
+    swapped(fleet, run)
+    with pytest.raises(WeightVersionUnavailable):
+        run.start()
+    assert waited_s <= run.seconds <= max(timeout_s, waited_s) + 2 * LOOK_INTERVAL_S
+
+
+def test_no_wait_for_routing_to_hear_of_a_replica_is_longer_than_the_request_may_take() -> None:
+    fleet = Fleet(lambda _: WeightVersionUnavailable("routing is late"), version=9)
+    run = Run(fleet, least=9, timeout_s=1.0)
+    with pytest.raises(WeightVersionUnavailable):
+        run.start()
+    assert 1.0 <= run.seconds <= 1.0 + 4 * LOOK_INTERVAL_S
 
 
 def test_a_pinned_request_ends_with_what_it_has() -> None:

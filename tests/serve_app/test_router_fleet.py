@@ -82,7 +82,7 @@ class Engine(NoEngine):
 
     async def _answer(self) -> dict[str, int]:
         await asyncio.sleep(self.start_s)
-        return {"max_model_len": 128, "vocab_size": 300, "weight_version": 1}
+        return {"max_model_len": 128, "vocab_size": 300, "end_ids": (), "weight_version": 1}
 
 
 class Response:

@@ -13,7 +13,7 @@ from serve_app.router.answer import Answer, Piece, TextRules
 from serve_app.router.deployment import _token_events
 from serve_app.router.generation import Generation
 from serve_app.text.tokenizer import Tokenizer
-from tests.serve_app.tiny_tokenizers import byte_level_tokenizer
+from tests.serve_app.tiny_tokenizers import byte_fallback_tokenizer, byte_level_tokenizer
 
 TEXT = "the stop string 日本語 👩‍👩‍👧‍👦 ends here, the end"
 
@@ -109,6 +109,12 @@ def test_the_reason_to_stop_is_named_and_shown_where_asked_for(tokenizer: Tokeni
     for includes, text in ((False, TEXT[: -len(tokenizer.decode([last]))]), (True, TEXT)):
         piece = all_at_once(tokenizer, TEXT, reason="stop", stop_token_ids=frozenset({last}), includes_stop=includes)
         assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", last)
+    # The model's own end token is hidden alike, and is no reason; one that a parser looks for is not.
+    for shown, includes in ((False, False), (True, False), (False, True)):
+        rules = {"end_ids": frozenset({last}), "shown_ids": frozenset({last} if shown else ())}
+        piece = all_at_once(tokenizer, TEXT, reason="stop", includes_stop=includes, skips_special_tokens=False, **rules)
+        text = TEXT if shown or includes else TEXT[: -len(tokenizer.decode([last]))]
+        assert (piece.text, piece.finish_reason, piece.stop_reason) == (text, "stop", None)
     # The token is in its place by chance: it is not what ended the answer.
     assert all_at_once(tokenizer, TEXT, stop_token_ids=frozenset({last})).stop_reason is None
 
@@ -119,6 +125,47 @@ def test_no_stop_string_counts_before_the_least_number_of_tokens(tokenizer: Toke
     assert (piece.text, piece.finish_reason) == ("the end the ", "stop")
     piece = all_at_once(tokenizer, "the end the end", stop_strings=("end",), min_tokens=100)
     assert (piece.text, piece.finish_reason) == ("the end the end", "length")
+
+
+@pytest.mark.parametrize("includes", [False, True])
+def test_a_stop_string_counts_that_is_complete_only_after_the_least_number_of_tokens(
+    tokenizer: Tokenizer, includes: bool
+) -> None:
+    rng = random.Random(6)
+    for _ in range(1000):
+        text = "".join(rng.choices("abc", k=rng.randint(1, 12)))
+        stops = tuple("".join(rng.choices("abc", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3)))
+        ids, least = tokenizer.encode(text), rng.randint(0, 8)
+        whole, answer = Piece(), Answer(tokenizer, TextRules(stops, min_tokens=least, includes_stop=includes))
+        for number, token_id in enumerate(ids, 1):
+            whole.extend(
+                answer.push(TokenEvent("r", [token_id], finish_reason="length" if number == len(ids) else None))
+            )
+            if answer.is_over:
+                break
+        uncounted = len(tokenizer.decode(ids[:least]))
+        ends = [(at + len(stop), at) for stop in stops for at in range(len(text)) if text.startswith(stop, at)]
+        end, start = min((found for found in ends if found[0] > uncounted), default=(len(text), len(text)))
+        assert whole.text == text[: end if includes else start], (text, stops, least)
+        assert whole.stop_reason == (text[start:end] or None)
+
+
+def test_an_answer_that_goes_on_with_its_prompt_has_the_space_between_them() -> None:
+    fast = byte_fallback_tokenizer()
+    tokenizer = Tokenizer(fast)
+    prompt, later = fast.convert_tokens_to_ids(["▁the"]), fast.convert_tokens_to_ids(["▁st", "o", "p"])
+    assert tokenizer.decode(prompt + later) == "the stop"
+    for continues, text in ((True, " stop"), (False, "stop")):
+        for num_before in range(len(later)):
+            answer = Answer(tokenizer, TextRules(continues_prompt=continues), prompt_ids=prompt)
+            before = answer.push(TokenEvent("r", later[:num_before])).text
+            resumed = Answer(tokenizer, TextRules(continues_prompt=continues), prompt_ids=prompt)
+            resumed.go_on(later[:num_before], [])
+            rest = [one.push(TokenEvent("r", later[num_before:], finish_reason="length")) for one in (answer, resumed)]
+            assert [before + piece.text for piece in rest] == [text, text]
+    answer = Answer(tokenizer, TextRules((" stop",), continues_prompt=True), prompt_ids=prompt)
+    piece = answer.push(TokenEvent("r", later, finish_reason="length"))
+    assert (piece.text, piece.stop_reason) == ("", " stop")
 
 
 def test_special_tokens_are_shown_where_asked_for(tokenizer: Tokenizer) -> None:

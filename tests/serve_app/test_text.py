@@ -69,6 +69,37 @@ def test_streamed_text_is_the_whole_text_with_byte_tokens_and_stripped_spaces(by
         assert "".join(streamed(byte_fallback, random_chunks(rng, ids))) == byte_fallback.decode(ids)
 
 
+def whole_text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
+    """The text without the character that ids end within; its bytes spoil those before it where they are tokens."""
+    return max((tokenizer.decode(ids[: len(ids) - cut]).rstrip("\ufffd") for cut in range(4)), key=len)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
+def test_a_text_goes_on_with_its_prompt_wherever_that_is_cut(kind: str, request: pytest.FixtureRequest) -> None:
+    tokenizer, rng = request.getfixturevalue(kind), random.Random(8)
+    for _ in range(500):
+        ids = tokenizer.encode(random_text(rng).replace("\ufffd", ""))
+        cut = rng.randint(0, len(ids))
+        detokeniser = Detokeniser(tokenizer, prompt_ids=ids[:cut])
+        text = "".join(map(detokeniser.push, random_chunks(rng, ids[cut:]))) + detokeniser.flush()
+        if cut < len(ids):
+            assert whole_text(tokenizer, ids[:cut]) + text == tokenizer.decode(ids)
+        else:
+            assert text == ""
+
+
+def test_what_follows_a_prompt_of_any_tokens_is_what_it_adds_to_the_text(byte_level: Tokenizer) -> None:
+    rng = random.Random(9)
+    for _ in range(1000):
+        ids = [rng.randrange(300) for _ in range(rng.randint(0, 30))]
+        cut = rng.randint(0, len(ids))
+        before, whole = byte_level.decode(ids[:cut]), byte_level.decode(ids)
+        detokeniser = Detokeniser(byte_level, prompt_ids=ids[:cut])
+        text = "".join(map(detokeniser.push, random_chunks(rng, ids[cut:]))) + detokeniser.flush()
+        if whole.startswith(before):
+            assert before + text == whole
+
+
 def test_an_output_cut_within_a_character_ends_in_one_replacement(byte_level: Tokenizer) -> None:
     first_byte = byte_level.encode("日")[:1]
     assert streamed(byte_level, [byte_level.encode("ab"), first_byte]) == ["ab", "", "\ufffd"]

@@ -12,6 +12,7 @@ from serve_app.text.tool_calls import CallDelta, ToolCallParser, ToolStyle
 NAMES = ("weather", "search")
 OBJECT = '{"city": "Köln }\\" [", "days": [1, {"a": {}}]}'
 CALL = f'{{"name": "weather", "arguments": {OBJECT}}}'
+QUOTED = json.dumps(OBJECT)
 LLAMA = CALL.replace("arguments", "parameters")
 HERMES, LLAMA3, MISTRAL = ToolStyle.HERMES, ToolStyle.LLAMA3_JSON, ToolStyle.MISTRAL
 
@@ -39,6 +40,22 @@ EXAMPLES: list[tuple[ToolStyle, str, str, list[tuple[str, str]]]] = [
     (HERMES, f"<tool_call>{CALL}</tool_call><tool_call>{CALL}</tool_call>", "", [("weather", OBJECT)] * 2),
     (HERMES, f"Let me see.\n\n<tool_call>\n{CALL}\n</tool_call>\n", "Let me see.", [("weather", OBJECT)]),
     (HERMES, f"<tool_call>{CALL}</tool_call>\n Done. \n", "Done. \n", [("weather", OBJECT)]),
+    (HERMES, f"hi <tool_call>{CALL}</tool_call>\n bye \n", "hi bye \n", [("weather", OBJECT)]),
+    (
+        HERMES,
+        f"hi<tool_call>{CALL}</tool_call>\n <tool_call>{CALL}</tool_call> bye",
+        "hi\n bye",
+        [("weather", OBJECT)] * 2,
+    ),
+    (HERMES, f"<tool_call>{CALL}\n{CALL}</tool_call>", "", [("weather", OBJECT)] * 2),
+    (HERMES, f"<tool_call>[{CALL}, {CALL} ]\n</tool_call> bye", "bye", [("weather", OBJECT)] * 2),
+    (HERMES, f"<tool_call>[{CALL}]", "", [("weather", OBJECT)]),
+    (HERMES, f'<tool_call>{CALL}{{"a": 1}}', '{"a": 1}', [("weather", OBJECT)]),
+    (HERMES, f"<tool_call>{CALL}, and more", ", and more", [("weather", OBJECT)]),
+    (HERMES, f'<tool_call>{{"name": "weather", "arguments": {QUOTED}}}</tool_call>', "", [("weather", OBJECT)]),
+    (HERMES, f'<tool_call>{{"arguments": {QUOTED}, "name": "weather"}}</tool_call>', "", [("weather", OBJECT)]),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": "[1]"}</tool_call>', "same", []),
+    (LLAMA3, f'{{"name": "weather", "parameters": {QUOTED}}}', "", [("weather", OBJECT)]),
     (HERMES, f'<tool_call>{{"arguments": {OBJECT}, "name": "search"}}</tool_call>', "", [("search", OBJECT)]),
     (HERMES, '<tool_call>{"name": "search"}</tool_call>', "", [("search", "{}")]),
     (HERMES, f"<tool_call>{CALL}", "", [("weather", OBJECT)]),
@@ -89,7 +106,7 @@ FRAGMENTS = st.sampled_from(
     [
         "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[TOOL", "[", "]", "{", "}", ",", ";", " ", "\n",
         '{"name": "weather", ', '"arguments": ', '"parameters": ', '{"name": "search"}', OBJECT, CALL, LLAMA,
-        "weather", "[ARGS]", "<|python_tag|>", "word", '"', "\\", "日本",
+        "weather", QUOTED, "[ARGS]", "<|python_tag|>", "word", '"', "\\", "日本",
     ]
 )  # fmt: skip
 
@@ -127,3 +144,18 @@ def test_arguments_come_out_as_they_were_written(num_examples: int) -> None:
 )
 def test_only_the_first_call_is_given_where_calls_may_not_be_parallel(style: ToolStyle, text: str) -> None:
     assert parse(style, list(text), only_first=True) == ("", [("weather", OBJECT)])
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        (HERMES, f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>{CALL}</tool_call>"),
+        (LLAMA3, f"{LLAMA}; {LLAMA}"),
+        (MISTRAL, f"[TOOL_CALLS] [{CALL}, {CALL}]"),
+        (MISTRAL, f"[TOOL_CALLS]weather[ARGS]{OBJECT}[TOOL_CALLS]search[ARGS]{{}}"),
+    ],
+)
+def test_an_answer_that_is_all_calls_has_no_content_wherever_it_is_cut(style: ToolStyle, text: str) -> None:
+    for cut in range(len(text) + 1):
+        parser = ToolCallParser(style, NAMES, is_all_calls=True)
+        assert [part.content for part in (*map(parser.push, text[:cut]), parser.flush())] == [""] * (cut + 1)
