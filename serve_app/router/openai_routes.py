@@ -17,10 +17,11 @@ from engine import EngineDead, EngineStopped, InvalidRequest, PitstopError, Queu
 from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, DeadlineExceeded, NoReplica, ReplicaLost, error_body
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest, ResumeBody
 from serve_app.protocol.responses import ChatCompletion, Completion, ModelCard, ModelList
+from serve_app.protocol.written import write
 from serve_app.resume_point import check_some_go_on, extended, read_points
 from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bodies import body_of, check_model, read
-from serve_app.router.bounds import check_bounds, check_priority
+from serve_app.router.bounds import check_bounds, check_priority, check_prompt_scores
 from serve_app.router.choices import Choices
 from serve_app.router.edge import EventStream, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
@@ -63,6 +64,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
             prompt_ids = await service.chat_ids(body.messages, body, max_tokens=most, **body.template_options())
             ask = await _ask(body, prompt_ids, service, caller_of(request))
             asks = [replace(ask, grammar=service.style.grammar(body))]
+            check_prompt_scores(body, len(ask.prompt_ids), settings.limits)
             parts = partial(service.style.parts, body, ask.prompt_ids)
             style = ChatFormat(_envelope("chatcmpl", body, request), service.tokenizer, parts)
             return await _answer(request, service, asks=asks, body=body, style=style)
@@ -74,6 +76,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
             most = await service.max_tokens(body)
             prompts = [await service.prompt_ids(prompt, max_tokens=most) for prompt in body.prompt]
             asks = [await _ask(body, prompt_ids, service, caller_of(request)) for prompt_ids in prompts]
+            check_prompt_scores(body, sum(len(ask.prompt_ids) for ask in asks), settings.limits)
             if body.resume is not None:
                 asks = await asyncio.to_thread(_resumed, asks, body.resume)
             style = CompletionFormat(_envelope("cmpl", body, request), service.tokenizer)
@@ -110,8 +113,14 @@ async def _answer(
     finally:
         if not is_handed_over:
             choices.close()
-    content = style.whole(pieces, choices).model_dump_json()
+    has_logprobs = body.wants_logprobs or body.num_prompt_logprobs is not None
+    write_whole = partial(_whole, style, pieces, choices)
+    content = await asyncio.to_thread(write_whole) if has_logprobs else write_whole()
     return Response(content, media_type="application/json", headers=_version_header(choices.latest_version))
+
+
+def _whole(style: AnswerFormat, pieces: Sequence[Piece], choices: Choices) -> bytes:
+    return write(style.whole(pieces, choices))
 
 
 async def _collect(choices: Choices) -> list[Piece]:
@@ -134,11 +143,15 @@ async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest
         async for piece in choices.pieces():
             if piece.is_empty and not (shows_tokens and piece.token_ids):
                 continue
-            chunk = style.chunk(piece, choices, is_first=piece.index not in begun)
+            is_first = piece.index not in begun
+            make_chunk = partial(style.chunk, piece, choices, is_first=is_first)
+            # With the first tokens of an answer come the log-probabilities of its prompt, which may be a million.
+            is_long = is_first and body.num_prompt_logprobs is not None
+            chunk = await asyncio.to_thread(make_chunk) if is_long else make_chunk()
             if chunk is not None:
                 if tells_resume and isinstance(chunk, Completion):
                     chunk.resume, tells_resume = first_token, False
-                yield _event(chunk)
+                yield await asyncio.to_thread(_written_event, chunk) if is_long else _event(chunk)
                 begun.add(piece.index)
         if body.wants_usage_chunk:
             yield _event(style.usage_chunk(choices))
@@ -165,6 +178,10 @@ def _resumed(asks: list[Ask], resume: ResumeBody) -> list[Ask]:
 
 def _event(data: BaseModel) -> bytes:
     return b"data: " + data.model_dump_json().encode() + b"\n\n"
+
+
+def _written_event(data: BaseModel) -> bytes:
+    return b"data: " + write(data) + b"\n\n"
 
 
 async def _read(model: type[Body], request: Request, settings: AppSettings) -> Body:
