@@ -37,6 +37,8 @@ logger = logging.getLogger("ray.serve.pitstop")
 INLINE_CHARACTERS = 20_000
 """Longer texts are tokenised in a thread: this many take about 10 ms, which every stream of the router would feel."""
 
+CHARACTERS_PER_TOKEN = 4
+"""Of English text, so that a prompt which is cut may be longer than the model's length where that is large."""
 SEED_BITS = 63
 """Of seeds that are drawn; as the engine draws them."""
 
@@ -210,12 +212,16 @@ class GenerationService:
             raise InvalidRequest(f"the prompt is {shorten(prompt)}; it must be text, token ids or messages", "prompt")
         # What came over a handle may be anything, whatever its type says; integers may be those of numpy.
         items: list[Any] = list(prompt)
+        if set(map(type, items)) == {int}:
+            # What comes over HTTP may be a million of them, which the question below takes a second for.
+            return items
         if all(isinstance(item, Integral) for item in items):
             return [int(item) for item in items]
         return await self.chat_ids(validate(Conversation, {"messages": items}).messages, max_tokens=max_tokens)
 
     async def text_ids(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
         """Gives the ids of a text, with the special tokens the model begins with."""
+        await self._check_length(len(text), "prompt", max_tokens=max_tokens)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         return encode() if len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
 
@@ -225,9 +231,24 @@ class GenerationService:
         body: where it comes with tools. options: others of `Tokenizer.encode_chat`.
         """
         plain, tools = self.style.for_template(messages, body)
-        if len(str(plain)) + len(str(tools)) <= INLINE_CHARACTERS:
+        num_characters = len(str(plain)) + len(str(tools))
+        await self._check_length(num_characters, "messages", max_tokens=options.get("max_tokens"))
+        if num_characters <= INLINE_CHARACTERS:
             return self.tokenizer.encode_chat(plain, tools, **options)
         return await asyncio.to_thread(self.tokenizer.encode_chat, plain, tools, **options)
+
+    async def _check_length(self, num_characters: int, name: str, *, max_tokens: int | None) -> None:
+        """Refuses what no number of tokens bounds: all of it would be read, in 1 s and 250 MB a million characters."""
+        if max_tokens is not None:
+            return
+        fitting = CHARACTERS_PER_TOKEN * (await self.fleet.limits()).max_model_len
+        limit = max(self._settings.limits.max_text_characters, fitting)
+        if num_characters > limit:
+            raise InvalidRequest(
+                f"{name} has {num_characters} characters; of one that may be longer than the model's length at most"
+                f" {limit} are read, send a part of it",
+                name,
+            )
 
 
 def _room(ask: Ask, limits: ModelLimits) -> int:
