@@ -62,7 +62,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
             service.style.check(body)
             most = await service.max_tokens(body)
             prompt_ids = await service.chat_ids(body.messages, body, max_tokens=most, **body.template_options())
-            ask = await _ask(body, prompt_ids, service, caller_of(request))
+            (ask,) = await _asks(body, [prompt_ids], service, caller_of(request))
             asks = [replace(ask, grammar=service.style.grammar(body))]
             check_prompt_scores(body, len(ask.prompt_ids), settings.limits)
             parts = partial(service.style.parts, body, ask.prompt_ids)
@@ -74,8 +74,8 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         body = await _read(CompletionRequest, request, settings)
         with _parameters_named(prompt="prompt"):
             most = await service.max_tokens(body)
-            prompts = [await service.prompt_ids(prompt, max_tokens=most) for prompt in body.prompt]
-            asks = [await _ask(body, prompt_ids, service, caller_of(request)) for prompt_ids in prompts]
+            prompts = await service.ids_of_prompts(body.prompt, max_tokens=most)
+            asks = await _asks(body, prompts, service, caller_of(request))
             check_prompt_scores(body, sum(len(ask.prompt_ids) for ask in asks), settings.limits)
             if body.resume is not None:
                 asks = await asyncio.to_thread(_resumed, asks, body.resume)
@@ -192,7 +192,13 @@ async def _read(model: type[Body], request: Request, settings: AppSettings) -> B
     return body
 
 
-async def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationService, caller: Caller) -> Ask:
+async def _asks(
+    body: GenerationRequest, prompts: Sequence[list[int]], service: GenerationService, caller: Caller
+) -> list[Ask]:
+    """Gives what is asked of each prompt: the same, so it is made once."""
+    words = body.bad_words or ()
+    # A thousand words are two thousand texts.
+    words_ids = await asyncio.to_thread(service.tokenizer.bad_words_ids, words) if words else []
     hints = body.workload_hints()
     rules = TextRules(
         stop_strings=tuple(body.stop or ()),
@@ -202,9 +208,9 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         skips_special_tokens=body.skip_special_tokens is not False,
         shown_ids=service.style.shown_ids(body) if isinstance(body, ChatRequest) else frozenset(),
     )
-    return Ask(
-        prompt_ids=await _truncated(body, prompt_ids, service),
-        sampling=body.sampling(service.tokenizer.bad_words_ids(body.bad_words or ())),
+    ask = partial(
+        Ask,
+        sampling=body.sampling(words_ids),
         # What the key says of its holder counts, whatever the holder says.
         hints=hints if caller.tenant is None else replace(hints, tenant=caller.tenant),
         rules=rules,
@@ -215,6 +221,7 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         timeout_s=body.timeout,
         route="chat" if isinstance(body, ChatRequest) else "completions",
     )
+    return [ask(await _truncated(body, prompt_ids, service)) for prompt_ids in prompts]
 
 
 async def _truncated(body: GenerationRequest, prompt_ids: list[int], service: GenerationService) -> list[int]:
