@@ -283,6 +283,10 @@ class LimitSettings(Section):
         request may always wait.
     max_stop_strings: entries of `stop`; OpenAI takes 4, and each is compared at every token.
     max_listed: entries of logit_bias, of bad_words and of stop_token_ids.
+    max_text_characters: of a text that may have more tokens than the model's length: one to tokenize, or a prompt that
+        truncate_prompt_tokens cuts; 4 a token of that length where this is more. A million are 1 s of a core.
+    max_prompt_logprobs: log-probabilities of prompts in one answer, in all of its choices: a million are 70 MB of JSON,
+        or the 20 most likely tokens of a prompt of 47,000.
     """
 
     max_queued_requests: int = Field(default=512, ge=1)
@@ -296,6 +300,8 @@ class LimitSettings(Section):
     max_tenant_queued_tokens: int | None = Field(default=None, ge=1)
     max_stop_strings: int = Field(default=16, ge=1)
     max_listed: int = Field(default=1024, ge=1)
+    max_text_characters: int = Field(default=1_000_000, ge=1024)
+    max_prompt_logprobs: int = Field(default=1_000_000, ge=1)
 
 
 class AppSettings(Section):

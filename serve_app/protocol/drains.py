@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from serve_app.messages import MAX_WAIT_S, DrainRequest
-from serve_app.protocol.strict import RequestModel
+from serve_app.protocol.strict import Items, RequestModel
 
 ReplicaId = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -13,7 +13,7 @@ ReplicaId = Annotated[str, Field(min_length=1, max_length=128)]
 class UndrainBody(RequestModel):
     """replica_ids: the replicas meant, as GET /admin/weights names them. node: all replicas of this address, too."""
 
-    replica_ids: list[ReplicaId] = Field(default_factory=list)
+    replica_ids: Items[ReplicaId] = Field(default_factory=list)
     node: ReplicaId | None = None
 
     def request(self) -> DrainRequest:

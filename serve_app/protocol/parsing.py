@@ -93,7 +93,7 @@ def _first_problem(problems: list[ErrorDetails]) -> InvalidRequest:
 def _from_validator(cause: InvalidRequest, place: str) -> InvalidRequest:
     """Puts the place of a nested value before what its own validator says, which starts with the field or with "is"."""
     if not place:
-        return InvalidRequest(str(cause), cause.param)
+        return InvalidRequest(f"the body {cause}" if cause.param is None else str(cause), cause.param)
     if cause.param is None:
         return InvalidRequest(f"{place} {cause}", place)
     return InvalidRequest(f"{place}.{cause}", f"{place}.{cause.param}")

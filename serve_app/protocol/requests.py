@@ -14,15 +14,17 @@ from serve_app.protocol import neutral
 from serve_app.protocol.chat_template import ChatTemplateFields
 from serve_app.protocol.parsing import shorten
 from serve_app.protocol.sampling import NumTop, SamplingFields
-from serve_app.protocol.strict import Label, RequestModel, TokenId
+from serve_app.protocol.strict import Items, Label, RequestModel, TokenId
 from serve_app.protocol.structure import StructureFields
 from serve_app.protocol.tools import ToolCall, ToolFields
 from serve_app.resume_point import MAX_TOKEN_BYTES
 
 DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
+MAX_PROMPTS = 1024
+"""The most that the application can be told to take; how many it does is its limit of choices."""
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 """Of what is a timeout at all; how long a request may take is a limit of the application."""
-"""OpenAI's default for `/v1/completions`; a chat goes on up to the model's length."""
 
 
 def _one_prompt(value: Any) -> Any:
@@ -36,11 +38,13 @@ def _one_prompt(value: Any) -> Any:
 def _prompts(value: Any) -> Any:
     """Gives the list of prompts in any of OpenAI's forms: one or several, each text or ids."""
     is_several = isinstance(value, list) and bool(value) and all(isinstance(item, str | list) for item in value)
+    if is_several and len(value) > MAX_PROMPTS:
+        raise InvalidRequest(f"has {len(value)} prompts; a request may have {MAX_PROMPTS} at most, send several")
     return [_one_prompt(item) for item in (value if is_several else [value])]
 
 
 WeightVersion = Annotated[int, Field(ge=1, lt=2**63)]
-Prompts = Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+Prompts = Annotated[Items[str | Items[int]], BeforeValidator(_prompts)]
 
 
 class TextPart(RequestModel):
@@ -57,8 +61,8 @@ class Message(RequestModel):
     """
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Items[TextPart] | None = None
+    tool_calls: Items[ToolCall] | None = None
     reasoning_content: str | None = None
     tool_call_id: Label | None = None
     name: Label | None = None
@@ -91,7 +95,7 @@ class Message(RequestModel):
 
 
 _ROLE_OF_FIELD = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool", "name": "tool"}
-Messages = Annotated[list[Message], Field(min_length=1)]
+Messages = Annotated[Items[Message], Field(min_length=1)]
 
 
 class Conversation(RequestModel):
@@ -242,7 +246,7 @@ class ResumeBody(RequestModel):
     """
 
     token: Annotated[str, Field(min_length=1, max_length=MAX_TOKEN_BYTES)]
-    token_ids: list[list[TokenId] | None] | None = None
+    token_ids: Items[Items[TokenId] | None] | None = None
 
 
 class CompletionRequest(GenerationRequest):

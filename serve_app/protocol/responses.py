@@ -12,6 +12,9 @@ the model and the weight version that drew the latest token.
 from typing import Literal
 
 from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic.json_schema import SkipJsonSchema
+
+from serve_app.protocol.written import Written
 
 EXTENSIONS = frozenset(
     {
@@ -91,7 +94,7 @@ class PromptLogprob(BaseModel):
     decoded_token: str
 
 
-PromptLogprobs = list[dict[int, PromptLogprob] | None]
+PromptLogprobs = list[dict[int, PromptLogprob] | None] | SkipJsonSchema[Written]
 """For each token of the prompt, by token id; the first has none."""
 
 
@@ -224,7 +227,7 @@ class CompletionChoice(ResponseModel):
 
     index: int = 0
     text: str
-    logprobs: CompletionLogprobs | None = None
+    logprobs: CompletionLogprobs | SkipJsonSchema[Written] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     weight_versions: list[VersionSpan] | None = None

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from engine import InvalidRequest, SamplingParams
 from serve_app.protocol.parsing import shorten
-from serve_app.protocol.strict import RequestModel, ShortText, TokenId
+from serve_app.protocol.strict import FIRST_ONLY, Items, RequestModel, ShortText, TokenId
 
 MAX_BIAS = 100
 """Of one token, either way: OpenAI's limit; the score of a token that is never drawn."""
@@ -56,14 +56,14 @@ class SamplingFields(RequestModel, ABC):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_token)] | None = None
-    bad_words: list[ShortText] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = None
+    logit_bias: Annotated[dict[int, Bias], FIRST_ONLY, BeforeValidator(_by_token)] | None = None
+    bad_words: Items[ShortText] | None = None
+    allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop: Annotated[list[ShortText], BeforeValidator(_as_list)] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: Annotated[Items[ShortText], BeforeValidator(_as_list)] | None = None
+    stop_token_ids: Items[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: NumTop | None = None

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from engine import InvalidRequest
 from serve_app.messages import Grammar, GrammarKind
-from serve_app.protocol.strict import RequestModel
+from serve_app.protocol.strict import Items, RequestModel
 
 MAX_GRAMMAR_LENGTH = 128 * 1024
 """Characters of a schema, regex or grammar: an enum of 8,000 words, or 30 ms of compiling."""
@@ -59,7 +59,7 @@ class StructuredOutputs(RequestModel):
     json_: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: GrammarText | None = None
-    choice: Annotated[list[Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    choice: Annotated[Items[Choice], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
     grammar_: GrammarText | None = Field(default=None, alias="grammar")
 
     @model_validator(mode="after")

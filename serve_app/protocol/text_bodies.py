@@ -7,7 +7,7 @@ from pydantic import BaseModel, Field, model_validator
 from engine import InvalidRequest
 from serve_app.protocol.chat_template import ChatTemplateFields
 from serve_app.protocol.requests import Messages
-from serve_app.protocol.strict import Label, RequestModel, TokenId
+from serve_app.protocol.strict import Items, Label, RequestModel, TokenId
 
 
 class TokenizeBody(ChatTemplateFields):
@@ -52,7 +52,7 @@ class DetokenizeBody(RequestModel):
     """Ids of the model's vocabulary."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], Field(max_length=1_000_000)]
+    tokens: Annotated[Items[TokenId], Field(max_length=1_000_000)]
 
 
 class Detokenized(BaseModel):

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from engine import InvalidRequest
 from serve_app.protocol.parsing import shorten
-from serve_app.protocol.strict import RequestModel
+from serve_app.protocol.strict import Items, RequestModel
 
 MAX_TOOLS = 128
 """OpenAI's limit."""
@@ -86,7 +86,7 @@ class ToolCall(RequestModel):
 class ToolFields(RequestModel):
     """What a chat says of tools. parallel_tool_calls: false leaves every call but the first out."""
 
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from engine import InvalidRequest
 from serve_app.messages import MAX_WAIT_S, PauseRequest, Probes, RollbackRequest, SwapRequest, WeightSource
-from serve_app.protocol.strict import Label, RequestModel, TokenId
+from serve_app.protocol.strict import Items, Label, RequestModel, TokenId
 
 FolderPath = Annotated[str, Field(min_length=1, max_length=4096)]
 WaitSeconds = Annotated[float, Field(ge=0, le=MAX_WAIT_S)]
@@ -20,7 +20,7 @@ class SourceBody(RequestModel):
     """
 
     path: FolderPath | None = None
-    layers: list[FolderPath] | None = None
+    layers: Items[FolderPath] | None = None
     hub: HubName | None = None
     revision: HubName | None = None
 
@@ -41,8 +41,8 @@ class ProbesBody(RequestModel):
     that all are finite. max_abs_difference: between the two.
     """
 
-    prompts: list[list[TokenId]]
-    reference: list[list[float]] | None = None
+    prompts: Items[Items[TokenId]]
+    reference: Items[Items[float]] | None = None
     max_abs_difference: Annotated[float, Field(ge=0)] = 0.0
 
 

@@ -1,5 +1,7 @@
 """How routes read a body and check what it says of the model."""
 
+import asyncio
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -12,13 +14,17 @@ from serve_app.settings import AppSettings, LimitSettings
 
 Body = TypeVar("Body", bound=BaseModel)
 
+INLINE_BYTES = 64 * 1024
+"""Longer bodies are parsed in a thread: this many take milliseconds, which every stream of a router would feel."""
+
 REF_TEMPLATE = "#/components/schemas/{model}"
 
 
 async def read(model: type[Body], request: Request, limits: LimitSettings) -> Body:
     """Gives the body as a `model`; raises BodyTooLarge and InvalidRequest."""
     raw = await read_body(request, limit_bytes=limits.max_body_bytes)
-    return parse_body(model, raw, max_depth=limits.max_json_depth)
+    parse = partial(parse_body, model, raw, max_depth=limits.max_json_depth)
+    return parse() if len(raw) <= INLINE_BYTES else await asyncio.to_thread(parse)
 
 
 def check_model(name: str | None, settings: AppSettings) -> None:

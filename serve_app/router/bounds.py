@@ -21,6 +21,21 @@ def check_bounds(body: GenerationRequest, limits: LimitSettings) -> None:
             raise InvalidRequest(f"{name} has {len(value)} entries; at most {limit} are taken", name)
 
 
+def check_prompt_scores(body: GenerationRequest, num_prompt_tokens: int, limits: LimitSettings) -> None:
+    """Raises InvalidRequest where the answers would hold more log-probabilities of their prompts than are taken."""
+    if body.num_prompt_logprobs is None:
+        return
+    # The token's own stands beside the most likely ones.
+    num_scores = num_prompt_tokens * (body.n or 1) * (body.num_prompt_logprobs + 1)
+    if num_scores > limits.max_prompt_logprobs:
+        name = "prompt_logprobs" if body.prompt_logprobs == body.num_prompt_logprobs else "logprobs"
+        raise InvalidRequest(
+            f"{name} is {body.num_prompt_logprobs} for {num_prompt_tokens} tokens of prompts and n is {body.n or 1},"
+            f" which makes {num_scores} log-probabilities; at most {limits.max_prompt_logprobs} are given, lower it",
+            name,
+        )
+
+
 def check_priority(body: GenerationRequest, settings: AppSettings) -> None:
     """Raises InvalidRequest for a priority where the engine's order does not look at it."""
     order = settings.engine.scheduler_type

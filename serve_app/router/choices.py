@@ -66,7 +66,11 @@ class Choices:
 
     def prompt_ids(self, index: int) -> Sequence[int]:
         """The prompt that a choice answers; the generation's own, for reading."""
-        return self.generations[index * len(self.generations) // len(self.answers)].prompt_ids
+        return self.generations[self.prompt_index(index)].prompt_ids
+
+    def prompt_index(self, index: int) -> int:
+        """Which of the prompts a choice answers."""
+        return index * len(self.generations) // len(self.answers)
 
     def resume_token(self) -> str | None:
         """Gives what it takes to go on with what has not ended, as of the pieces given so far.

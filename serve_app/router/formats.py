@@ -24,7 +24,8 @@ from serve_app.protocol.responses import (
     Usage,
     VersionSpan,
 )
-from serve_app.router.answer import Answer, Piece
+from serve_app.protocol.written import Written
+from serve_app.router.answer import Piece
 from serve_app.router.choices import Choices
 from serve_app.router.logprobs import LogprobWriter, joined
 from serve_app.router.message_parts import MessagePart, MessageParts
@@ -80,6 +81,7 @@ class ChatFormat:
         self._envelope = envelope
         self._writer = LogprobWriter(tokenizer, names_ids=envelope.names_ids)
         self._parts: dict[int, MessageParts | None] = defaultdict(make_parts)
+        self._prompt_scores: Written | None = None
 
     @property
     def id(self) -> str:
@@ -154,7 +156,9 @@ class ChatFormat:
     def _prompt_logprobs(self, choices: Choices, index: int = 0) -> PromptLogprobs | None:
         if not self._envelope.returns_prompt_logprobs:
             return None
-        return self._writer.prompt(choices.prompt_ids(index), choices.answers[index])
+        if self._prompt_scores is None:
+            self._prompt_scores = self._writer.prompt(choices.prompt_ids(index), choices.answers[index])
+        return self._prompt_scores
 
     def _choice(self, piece: Piece, choices: Choices) -> ChatChoice:
         part = self._part(piece)
@@ -185,6 +189,7 @@ class CompletionFormat:
         self._envelope = envelope
         self._tokenizer = tokenizer
         self._writer = LogprobWriter(tokenizer, names_ids=envelope.names_ids)
+        self._prompts: dict[int, _Prompt] = {}
 
     @property
     def id(self) -> str:
@@ -217,30 +222,53 @@ class CompletionFormat:
 
     def _choice(self, piece: Piece, choices: Choices, *, is_first: bool) -> CompletionChoice:
         e = self._envelope
-        prompt_ids, answer = choices.prompt_ids(piece.index), choices.answers[piece.index]
-        echo = self._tokenizer.decode(prompt_ids) if e.echoes else ""
+        prompt_ids = choices.prompt_ids(piece.index)
+        shown = self._prompt(piece.index, choices, is_scored=is_first)
         return CompletionChoice(
             index=piece.index,
-            text=echo + piece.text if is_first else piece.text,
-            logprobs=self._logprobs(piece, prompt_ids, answer, num_before=len(echo), is_first=is_first),
+            text=shown.text + piece.text if is_first else piece.text,
+            logprobs=self._logprobs(piece, shown, is_first=is_first),
             finish_reason=piece.finish_reason,
             stop_reason=piece.stop_reason,
             weight_versions=_spans_of(piece, choices),
             token_ids=piece.token_ids if e.returns_ids else None,
             prompt_token_ids=list(prompt_ids) if e.returns_ids and is_first else None,
-            prompt_logprobs=self._writer.prompt(prompt_ids, answer) if e.returns_prompt_logprobs and is_first else None,
+            prompt_logprobs=shown.scores if is_first else None,
         )
 
-    def _logprobs(
-        self, piece: Piece, prompt_ids: Sequence[int], answer: Answer, *, num_before: int, is_first: bool
-    ) -> CompletionLogprobs | None:
-        e = self._envelope
-        if not e.returns_logprobs:
+    def _logprobs(self, piece: Piece, shown: "_Prompt", *, is_first: bool) -> CompletionLogprobs | Written | None:
+        if not self._envelope.returns_logprobs:
             return None
-        written = self._writer.completion(piece, num_before=num_before)
-        if not (e.echoes and is_first):
+        written = self._writer.completion(piece, num_before=len(shown.text))
+        if shown.logprobs is None or not is_first:
             return written
-        return joined(self._writer.echo(prompt_ids, answer, has_tops=e.returns_tops), written)
+        return Written.lists(joined(shown.logprobs, written))
+
+    def _prompt(self, index: int, choices: Choices, *, is_scored: bool) -> "_Prompt":
+        """Gives what the answers to one prompt repeat of it: of `n` answers the first makes it.
+
+        is_scored: false where its log-probabilities were given before, by the stream that this one goes on with.
+        """
+        which = choices.prompt_index(index)
+        if which not in self._prompts:
+            e, writer = self._envelope, self._writer
+            ids, answer = choices.prompt_ids(index), choices.answers[index]
+            is_echo = e.echoes and e.returns_logprobs
+            self._prompts[which] = _Prompt(
+                text=self._tokenizer.decode(ids) if e.echoes else "",
+                logprobs=writer.echo(ids, answer, has_tops=e.returns_tops) if is_scored and is_echo else None,
+                scores=writer.prompt(ids, answer) if is_scored and e.returns_prompt_logprobs else None,
+            )
+        return self._prompts[which]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """What an answer shows of its prompt. logprobs: where it is echoed. scores: in vLLM's form."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    scores: Written | None
 
 
 def _usage(choices: Choices) -> Usage:

@@ -17,10 +17,11 @@ from engine import EngineDead, EngineStopped, InvalidRequest, PitstopError, Queu
 from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, DeadlineExceeded, NoReplica, ReplicaLost, error_body
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest, ResumeBody
 from serve_app.protocol.responses import ChatCompletion, Completion, ModelCard, ModelList
+from serve_app.protocol.written import write
 from serve_app.resume_point import check_some_go_on, extended, read_points
 from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bodies import body_of, check_model, read
-from serve_app.router.bounds import check_bounds, check_priority
+from serve_app.router.bounds import check_bounds, check_priority, check_prompt_scores
 from serve_app.router.choices import Choices
 from serve_app.router.edge import EventStream, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
@@ -61,8 +62,9 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
             service.style.check(body)
             most = await service.max_tokens(body)
             prompt_ids = await service.chat_ids(body.messages, body, max_tokens=most, **body.template_options())
-            ask = await _ask(body, prompt_ids, service, caller_of(request))
+            (ask,) = await _asks(body, [prompt_ids], service, caller_of(request))
             asks = [replace(ask, grammar=service.style.grammar(body))]
+            check_prompt_scores(body, len(ask.prompt_ids), settings.limits)
             parts = partial(service.style.parts, body, ask.prompt_ids)
             style = ChatFormat(_envelope("chatcmpl", body, request), service.tokenizer, parts)
             return await _answer(request, service, asks=asks, body=body, style=style)
@@ -72,8 +74,9 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         body = await _read(CompletionRequest, request, settings)
         with _parameters_named(prompt="prompt"):
             most = await service.max_tokens(body)
-            prompts = [await service.prompt_ids(prompt, max_tokens=most) for prompt in body.prompt]
-            asks = [await _ask(body, prompt_ids, service, caller_of(request)) for prompt_ids in prompts]
+            prompts = await service.ids_of_prompts(body.prompt, max_tokens=most)
+            asks = await _asks(body, prompts, service, caller_of(request))
+            check_prompt_scores(body, sum(len(ask.prompt_ids) for ask in asks), settings.limits)
             if body.resume is not None:
                 asks = await asyncio.to_thread(_resumed, asks, body.resume)
             style = CompletionFormat(_envelope("cmpl", body, request), service.tokenizer)
@@ -110,8 +113,14 @@ async def _answer(
     finally:
         if not is_handed_over:
             choices.close()
-    content = style.whole(pieces, choices).model_dump_json()
+    has_logprobs = body.wants_logprobs or body.num_prompt_logprobs is not None
+    write_whole = partial(_whole, style, pieces, choices)
+    content = await asyncio.to_thread(write_whole) if has_logprobs else write_whole()
     return Response(content, media_type="application/json", headers=_version_header(choices.latest_version))
+
+
+def _whole(style: AnswerFormat, pieces: Sequence[Piece], choices: Choices) -> bytes:
+    return write(style.whole(pieces, choices))
 
 
 async def _collect(choices: Choices) -> list[Piece]:
@@ -134,11 +143,15 @@ async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest
         async for piece in choices.pieces():
             if piece.is_empty and not (shows_tokens and piece.token_ids):
                 continue
-            chunk = style.chunk(piece, choices, is_first=piece.index not in begun)
+            is_first = piece.index not in begun
+            make_chunk = partial(style.chunk, piece, choices, is_first=is_first)
+            # With the first tokens of an answer come the log-probabilities of its prompt, which may be a million.
+            is_long = is_first and body.num_prompt_logprobs is not None
+            chunk = await asyncio.to_thread(make_chunk) if is_long else make_chunk()
             if chunk is not None:
                 if tells_resume and isinstance(chunk, Completion):
                     chunk.resume, tells_resume = first_token, False
-                yield _event(chunk)
+                yield await asyncio.to_thread(_written_event, chunk) if is_long else _event(chunk)
                 begun.add(piece.index)
         if body.wants_usage_chunk:
             yield _event(style.usage_chunk(choices))
@@ -167,6 +180,10 @@ def _event(data: BaseModel) -> bytes:
     return b"data: " + data.model_dump_json().encode() + b"\n\n"
 
 
+def _written_event(data: BaseModel) -> bytes:
+    return b"data: " + write(data) + b"\n\n"
+
+
 async def _read(model: type[Body], request: Request, settings: AppSettings) -> Body:
     body = await read(model, request, settings.limits)
     check_model(body.model, settings)
@@ -175,7 +192,13 @@ async def _read(model: type[Body], request: Request, settings: AppSettings) -> B
     return body
 
 
-async def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationService, caller: Caller) -> Ask:
+async def _asks(
+    body: GenerationRequest, prompts: Sequence[list[int]], service: GenerationService, caller: Caller
+) -> list[Ask]:
+    """Gives what is asked of each prompt: the same, so it is made once."""
+    words = body.bad_words or ()
+    # A thousand words are two thousand texts.
+    words_ids = await asyncio.to_thread(service.tokenizer.bad_words_ids, words) if words else []
     hints = body.workload_hints()
     rules = TextRules(
         stop_strings=tuple(body.stop or ()),
@@ -187,9 +210,9 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         skips_special_tokens=body.skip_special_tokens is not False,
         shown_ids=service.style.shown_ids(body) if isinstance(body, ChatRequest) else frozenset(),
     )
-    return Ask(
-        prompt_ids=await _truncated(body, prompt_ids, service),
-        sampling=body.sampling(service.tokenizer.bad_words_ids(body.bad_words or ())),
+    ask = partial(
+        Ask,
+        sampling=body.sampling(words_ids),
         # What the key says of its holder counts, whatever the holder says.
         hints=hints if caller.tenant is None else replace(hints, tenant=caller.tenant),
         rules=rules,
@@ -200,6 +223,7 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         timeout_s=body.timeout,
         route="chat" if isinstance(body, ChatRequest) else "completions",
     )
+    return [ask(await _truncated(body, prompt_ids, service)) for prompt_ids in prompts]
 
 
 async def _truncated(body: GenerationRequest, prompt_ids: list[int], service: GenerationService) -> list[int]:

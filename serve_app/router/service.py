@@ -35,8 +35,11 @@ from serve_app.text.tokenizer import Tokenizer
 logger = logging.getLogger("ray.serve.pitstop")
 
 INLINE_CHARACTERS = 20_000
-"""Longer texts are tokenised in a thread: this many take about 10 ms, which every stream of the router would feel."""
+"""Of all prompts of a request; longer ones are tokenised in a thread: this many take about 10 ms, which every stream of
+the router would feel."""
 
+CHARACTERS_PER_TOKEN = 4
+"""Of English text, so that a prompt which is cut may be longer than the model's length where that is large."""
 SEED_BITS = 63
 """Of seeds that are drawn; as the engine draws them."""
 
@@ -204,25 +207,37 @@ class GenerationService:
         """Gives how many tokens the prompt of a request may have at most; None where it is cut to what fits."""
         return None if body.truncate_prompt_tokens is not None else (await self.fleet.limits()).max_model_len
 
-    async def prompt_ids(self, prompt: Prompt, *, max_tokens: int | None = None) -> list[int]:
+    async def ids_of_prompts(self, prompts: Sequence[Prompt], *, max_tokens: int | None = None) -> list[list[int]]:
+        """Gives the ids of each prompt of a request, by threads where they are long together; as `prompt_ids`."""
+        is_inline = sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= INLINE_CHARACTERS
+        return [await self.prompt_ids(prompt, max_tokens=max_tokens, is_inline=is_inline) for prompt in prompts]
+
+    async def prompt_ids(self, prompt: Prompt, *, max_tokens: int | None = None, is_inline: bool = True) -> list[int]:
         """Gives the ids of a prompt in any of its forms; raises InvalidRequest for what is none of them.
 
-        max_tokens: ContextLengthExceeded is raised early where a text has many more.
+        max_tokens: ContextLengthExceeded is raised early where a text has many more. is_inline: false has a thread
+        read also a short text.
         """
         if isinstance(prompt, str):
-            return await self.text_ids(prompt, max_tokens=max_tokens)
+            return await self.text_ids(prompt, max_tokens=max_tokens, is_inline=is_inline)
         if not isinstance(prompt, Sequence):
             raise InvalidRequest(f"the prompt is {shorten(prompt)}; it must be text, token ids or messages", "prompt")
         # What came over a handle may be anything, whatever its type says; integers may be those of numpy.
         items: list[Any] = list(prompt)
+        if set(map(type, items)) == {int}:
+            # What comes over HTTP may be a million of them, which the question below takes a second for.
+            return items
         if all(isinstance(item, Integral) for item in items):
             return [int(item) for item in items]
         return await self.chat_ids(validate(Conversation, {"messages": items}).messages, max_tokens=max_tokens)
 
-    async def text_ids(self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
-        """Gives the ids of a text, with the special tokens the model begins with."""
+    async def text_ids(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None, is_inline: bool = True
+    ) -> list[int]:
+        """Gives the ids of a text, with the special tokens the model begins with; is_inline: as for `prompt_ids`."""
+        await self._check_length(len(text), "prompt", max_tokens=max_tokens)
         encode = partial(self.tokenizer.encode, text, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
-        return encode() if len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
+        return encode() if is_inline and len(text) <= INLINE_CHARACTERS else await asyncio.to_thread(encode)
 
     async def chat_ids(self, messages: Sequence[Message], body: ChatRequest | None = None, **options: Any) -> list[int]:
         """Gives the ids of a chat up to where the assistant answers.
@@ -230,9 +245,24 @@ class GenerationService:
         body: where it comes with tools. options: others of `Tokenizer.encode_chat`.
         """
         plain, tools = self.style.for_template(messages, body)
-        if len(str(plain)) + len(str(tools)) <= INLINE_CHARACTERS:
+        num_characters = len(str(plain)) + len(str(tools))
+        await self._check_length(num_characters, "messages", max_tokens=options.get("max_tokens"))
+        if num_characters <= INLINE_CHARACTERS:
             return self.tokenizer.encode_chat(plain, tools, **options)
         return await asyncio.to_thread(self.tokenizer.encode_chat, plain, tools, **options)
+
+    async def _check_length(self, num_characters: int, name: str, *, max_tokens: int | None) -> None:
+        """Refuses what no number of tokens bounds: all of it would be read, in 1 s and 250 MB a million characters."""
+        if max_tokens is not None:
+            return
+        fitting = CHARACTERS_PER_TOKEN * (await self.fleet.limits()).max_model_len
+        limit = max(self._settings.limits.max_text_characters, fitting)
+        if num_characters > limit:
+            raise InvalidRequest(
+                f"{name} has {num_characters} characters; of one that may be longer than the model's length at most"
+                f" {limit} are read, send a part of it",
+                name,
+            )
 
 
 def _room(ask: Ask, limits: ModelLimits) -> int:

@@ -151,6 +151,11 @@ class Tokenizer:
         # Some tokenizers drop the space before the first token, so the second of two equal ones is looked at.
         return str(self._tokenizer.decode([token_id, token_id], clean_up_tokenization_spaces=False))[len(alone) :]
 
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Gives `token_text` of each, decoding every distinct token once."""
+        texts = {token_id: self.token_text(token_id) for token_id in set(token_ids)}
+        return [texts[token_id] for token_id in token_ids]
+
     def is_skipped(self, token_id: int) -> bool:
         """True for special tokens, which are no part of the text."""
         return token_id in self._skipped

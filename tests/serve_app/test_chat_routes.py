@@ -1,6 +1,7 @@
 """Chats over HTTP, of an engine that answers as it is told: what calls and reasoning look like to a client."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -18,9 +19,10 @@ from serve_app.router.fleet import ModelLimits
 from serve_app.router.numbers import RouterNumbers
 from serve_app.router.request_observer import RequestObserver
 from serve_app.router.resuming_stream import ResumeMeter
-from serve_app.router.service import GenerationService
+from serve_app.router.service import INLINE_CHARACTERS, GenerationService
 from serve_app.router.version_meter import VersionMeter
 from serve_app.settings import AppSettings
+from serve_app.text.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -213,3 +215,24 @@ async def test_a_model_that_knows_no_tools_refuses_them_by_name() -> None:
     with pytest.raises(openai.BadRequestError, match="knows none") as refusal:
         await client.chat.completions.create(model="m", messages=messages)
     assert refusal.value.param == "messages"
+
+
+async def test_what_is_long_together_is_read_by_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers: list[tuple[str, bool]] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        readers.append((text.strip()[:1], threading.current_thread() is threading.main_thread()))
+        return encode(self, text, **options)
+
+    client, fleet = client_of(CHAT_TEMPLATE, "hi")
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    part = "a" * (INLINE_CHARACTERS // 10)
+    for num_prompts, is_inline in ((10, True), (11, False)):
+        readers.clear()
+        await client.completions.create(model="m", prompt=[part] * num_prompts)
+        assert readers == [("a", is_inline)] * num_prompts
+    readers.clear()
+    await client.completions.create(model="m", prompt=["a"] * 5, extra_body={"bad_words": ["b", "b2"]})
+    assert readers == [("a", True)] * 5 + [("b", False)] * 4, "the words are read once for all prompts"
+    assert all(request.sampling.bad_words_ids for request in fleet.requests[-5:])

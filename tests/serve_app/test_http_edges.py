@@ -37,7 +37,12 @@ def settings_of(folder: Path, **fields: Any) -> AppSettings:
 @pytest.fixture(scope="module")
 def app(folder: Path) -> Iterator[LocalApp]:
     """With keys, tenants' limits, and one page that may call."""
-    limits = {"max_tenant_requests": 2, "max_tenant_queued_tokens": 300, "max_body_bytes": 4096}
+    limits = {
+        "max_tenant_requests": 2,
+        "max_tenant_queued_tokens": 300,
+        "max_body_bytes": 4096,
+        "max_text_characters": 1500,
+    }
     settings = settings_of(
         folder,
         limits=limits,
@@ -262,3 +267,22 @@ async def test_a_prompt_keeps_its_last_tokens(http: httpx.AsyncClient, kept: int
     ids = answer["choices"][0]["prompt_token_ids"]
     assert len(ids) == (len(expected) if expected else 502)
     assert answer["choices"][0]["text"].startswith(expected or "x" * 502)
+
+
+LONG_TEXT = "a" * 3000
+LONG_CHAT = [{"role": "user", "content": LONG_TEXT}]
+
+
+@pytest.mark.parametrize(("path", "fields", "param"), [
+    ("/tokenize", {"prompt": LONG_TEXT}, "prompt"),
+    ("/tokenize", {"messages": LONG_CHAT}, "messages"),
+    ("/v1/completions", {"prompt": LONG_TEXT, "truncate_prompt_tokens": -1}, "prompt"),
+    ("/v1/chat/completions", {"messages": LONG_CHAT, "truncate_prompt_tokens": 5}, "messages"),
+])  # fmt: skip
+async def test_a_text_of_any_number_of_tokens_is_so_long_at_most(
+    http: httpx.AsyncClient, path: str, fields: dict[str, Any], param: str
+) -> None:
+    response = await http.post(path, json={"model": MODEL, **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert "at most 2048 are read" in error["message"]

@@ -1,13 +1,20 @@
 import dataclasses
+import importlib
+import inspect
 import json
+import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+import serve_app.protocol
 from engine import InvalidRequest, SamplingParams, WorkloadHints
 from serve_app.messages import Probes, WeightSource
 from serve_app.protocol.parsing import parse_body, read_object
 from serve_app.protocol.requests import ChatRequest, CompletionRequest
+from serve_app.protocol.strict import RequestModel
 from serve_app.protocol.weights import PauseBody, RollbackBody, SwapBody
 from serve_app.router.bounds import check_bounds
 from serve_app.settings import LimitSettings
@@ -292,3 +299,49 @@ def test_a_pause_needs_a_lease() -> None:
     assert (pause.lease_s, pause.in_flight, pause.requested_by) == (30.0, "finish", "me")
     with pytest.raises(InvalidRequest, match="lease_s is missing"):
         parse_body(PauseBody, b"{}")
+
+
+# Every module of bodies is read, so that the walk finds all of them.
+BODIES = [*pkgutil.iter_modules(serve_app.protocol.__path__, "serve_app.protocol.")]
+for each in BODIES:
+    importlib.import_module(each.name)
+
+
+def kinds(base: type[RequestModel]) -> Iterator[type[RequestModel]]:
+    for kind in base.__subclasses__():
+        if not inspect.isabstract(kind):
+            yield kind
+        yield from kinds(kind)
+
+
+def num_errors(model: type[RequestModel], body: dict[str, Any]) -> int:
+    try:
+        model.model_validate(body)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+MANY = 5000
+LONG_VALUES: list[Any] = [[item] * MANY for item in ({"x": 1}, "", 0.5, -1, None, [{}], [""], [0.5] * 9)]
+LONG_VALUES += [{str(number): item for number in range(MANY)} for item in ({}, "", 1000, None, [])]
+LONG_VALUES += [{f"x{number}": 0 for number in range(MANY)}, [[""] * MANY] * 9, [[0.5] * MANY] * 9]
+FEW_ERRORS = 8
+
+
+@pytest.mark.parametrize("model", sorted(set(kinds(RequestModel)), key=str), ids=lambda model: model.__name__)
+def test_a_long_value_that_is_wrong_gives_few_errors(model: type[RequestModel]) -> None:
+    bodies = [{field.alias or name: value} for name, field in model.model_fields.items() for value in LONG_VALUES]
+    for body in [*bodies, {f"x{number}": 0 for number in range(MANY)}]:
+        assert num_errors(model, body) <= FEW_ERRORS, body.keys()
+
+
+def test_the_first_bad_entry_of_many_is_named() -> None:
+    assert refusal(chat, messages=[{"role": "user", "content": [0] * MANY}])[0] == "messages[0].content[0]"
+    assert refusal(chat, stop_token_ids=[1, "", *[""] * MANY])[0] == "stop_token_ids[1]"
+    assert refusal(chat, logit_bias={str(number): 200 for number in range(MANY)})[0] == "logit_bias[0]"
+    assert refusal(completion, prompt=[[1]] * MANY) == (
+        "prompt", "prompt has 5000 prompts; a request may have 1024 at most, send several",
+    )  # fmt: skip
+    param, message = refusal(chat, **{f"x{number}": 0 for number in range(MANY)})
+    assert (param, message.startswith("the body has 5002 names")) == (None, True)

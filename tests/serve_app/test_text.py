@@ -210,3 +210,13 @@ def test_a_text_that_may_fit_is_read_whole(byte_level: Tokenizer, max_tokens: in
             assert byte_level.encode(text, max_tokens=max_tokens) == ids
         except ContextLengthExceeded:
             assert len(ids) > max_tokens
+
+
+def test_each_distinct_token_is_named_once(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = byte_level.encode("abc 日本 " * 200)
+    expected = [byte_level.token_text(token_id) for token_id in ids]
+    named: list[int] = []
+    name = byte_level.token_text
+    monkeypatch.setattr(byte_level, "token_text", lambda token_id: named.append(token_id) or name(token_id))
+    assert byte_level.token_texts(ids) == expected
+    assert sorted(named) == sorted(set(ids))
