@@ -403,6 +403,8 @@ class ReplicaReport:
     """The leased pauses it stands in."""
     node: str = ""
     """The address of its machine."""
+    cast: bool = False
+    """Whether its weights were converted, where they are of another dtype, and so have to be to be read again."""
 
 
 @dataclass(frozen=True, slots=True)

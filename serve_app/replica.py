@@ -216,6 +216,7 @@ class EngineReplica:
             reply=self._follower.reply,
             leases=self._pauses.orders,
             node=self._node,
+            cast=self._follower.cast,
         )
 
     # Numbers

@@ -156,7 +156,7 @@ class WeightHistory:
             adopted = CommittedVersion(
                 report.version,
                 report.source,
-                cast=report.source is None,
+                cast=report.cast,
                 label="learnt from a replica",
                 committed_at=now(),
                 requested_by=f"replica {report.replica_id}",
