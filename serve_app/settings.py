@@ -4,12 +4,12 @@ The only module that reads the environment: the admin key, and the cores this pr
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -192,7 +192,8 @@ class WeightSettings(Section):
     history_versions: earlier versions that are remembered for rollback, beside the model the application was started
         with; sixteen are more than anybody tries by hand.
     store: absolute path of an existing folder for weights that come as tensors, on a disk that every replica sees; each
-        application has a folder in it. None is `store` in `folder`, and without `folder` a temporary one of the
+        application has a folder in it, for each manifest, or where `folder` is None for each Ray cluster: what an ended
+        cluster left is for you to remove. None is `store` in `folder`, and without `folder` a temporary one of the
         controller's machine: replicas elsewhere cannot read that, and it may not outlive the machine.
     history_bytes: how much the store keeps in all; the oldest versions go first, and the committed one never. 64 GiB is
         a hundred versions of a small model, one of a large one.
@@ -223,14 +224,14 @@ class WeightSettings(Section):
             raise ValueError(f"weights.{info.field_name} is {value!r}; it must be absolute, as other processes use it")
         return value
 
-    def store_folder(self, application: str) -> Path:
-        """Gives the folder of the store; see `store`."""
-        # One for each application, as each removes what it needs no more.
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", application)
+    def store_folder(self, application: str, *, owner: str) -> Path:
+        """Gives the folder of the store; see `store`. owner: who has the history of what is kept there."""
+        if self.store is None and self.folder is not None:
+            return Path(self.folder) / "store"
+        # One for each application of each history, as each removes what it needs no more.
+        name = f"{quote(application, safe='')}-{owner}"
         if self.store is not None:
             return Path(self.store) / name
-        if self.folder is not None:
-            return Path(self.folder) / "store"
         return Path(tempfile.gettempdir()) / f"pitstop-store-{os.getuid()}-{name}"
 
     @property

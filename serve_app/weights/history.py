@@ -42,6 +42,11 @@ class WeightHistory:
         self._changing = asyncio.Lock()
 
     @property
+    def line(self) -> str:
+        """What tells the controllers of this manifest from all others; empty where there is no manifest."""
+        return self._manifest.line
+
+    @property
     def newest(self) -> CommittedVersion:
         """The committed version."""
         return self._manifest.versions[-1]
