@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from serve_app import settings as settings_module
 from serve_app.app import engine_options
-from serve_app.settings import AppSettings, ReplicaSettings, available_cores, parse_keys, parse_settings
+from serve_app.bearer_keys import parse_keys
+from serve_app.settings import AppSettings, ReplicaSettings, available_cores, parse_settings
 
 KEY = "0123456789abcdef"
 
