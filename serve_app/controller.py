@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ray
 from ray import serve
 
 from engine import InvalidRequest, PitstopError, WeightsError
@@ -80,7 +81,10 @@ class WeightController:
         self._scaling = ScalingMeter(recorder, num_replicas=settings.replicas.min)
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
-            settings.weights.store_folder(application),
+            # A restarted controller finds it again: the session is that of the whole cluster, as long as it lives.
+            settings.weights.store_folder(
+                application, owner=history.line or ray.get_runtime_context().get_session_name()
+            ),
             history_bytes=settings.weights.history_bytes,
             is_temporary=not self._is_store_durable,
         )

@@ -74,18 +74,17 @@ class Drains:
         return {answer for answer in answers if isinstance(answer, str)}
 
     async def _wait_until_empty(self, replica_ids: set[str], *, timeout_s: float) -> dict[str, int]:
-        """Gives how many requests those still have that are not empty after this time."""
+        """Gives how many requests those still have that are not empty after this time.
+
+        No sooner than each has reported since it was drained; who falls silent is left out of the status soon.
+        """
         clock = asyncio.get_running_loop().time
         asked_at, give_up_at = clock(), clock() + timeout_s
         while True:
-            reports = {report.replica_id: report for report in (await self._status()).replicas}
-            left = {}
-            for name in replica_ids & reports.keys():
-                report = reports[name]
-                # Not one from before it was drained.
-                if report.age_s > clock() - asked_at or report.num_running + report.num_waiting:
-                    left[name] = report.num_running + report.num_waiting
-            if not left or clock() >= give_up_at:
+            reports = [report for report in (await self._status()).replicas if report.replica_id in replica_ids]
+            are_heard = all(report.age_s <= clock() - asked_at for report in reports)
+            left = {one.replica_id: number for one in reports if (number := one.num_running + one.num_waiting)}
+            if are_heard and (not left or clock() >= give_up_at):
                 return left
             await asyncio.sleep(LOOK_INTERVAL_S)
 

@@ -193,7 +193,10 @@ class SwapRequest(SwapOptions):
 
 @dataclass(frozen=True, slots=True)
 class RollbackRequest(SwapOptions):
-    """An earlier version's weights for the fleet, under a new number. version None is the one before the committed."""
+    """An earlier version's weights for the fleet, under a new number.
+
+    version None is the one before the committed, but none whose swap has failed and none of the same weights.
+    """
 
     version: int | None = None
 
@@ -359,6 +362,8 @@ class CommittedVersion:
     """Of the file with the digest of each tensor."""
     asked: WeightSource | None = None
     """What a partial swap asked for; source is what it lies over, with it."""
+    has_failed: bool = False
+    """Whether its rolling swap failed, so that all went back to the weights of before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +408,8 @@ class ReplicaReport:
     """The leased pauses it stands in."""
     node: str = ""
     """The address of its machine."""
+    cast: bool = False
+    """Whether its weights were converted, where they are of another dtype, and so have to be to be read again."""
 
 
 @dataclass(frozen=True, slots=True)

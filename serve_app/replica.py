@@ -217,6 +217,7 @@ class EngineReplica:
             reply=self._follower.reply,
             leases=self._pauses.orders,
             node=self._node,
+            cast=self._follower.cast,
         )
 
     # Numbers

@@ -4,24 +4,23 @@ The only module that reads the environment: the admin key, and the cores this pr
 """
 
 import os
-import re
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from engine import ContinuousBatchingConfig, WorkloadHints
+from serve_app.bearer_keys import KeySource, parse_keys
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 ADMIN_KEY_VARIABLE = "PITSTOP_ADMIN_KEY"
 ADMIN_KEY_FILE_VARIABLE = "PITSTOP_ADMIN_KEY_FILE"
 API_KEYS_VARIABLE = "PITSTOP_API_KEYS"
 API_KEYS_FILE_VARIABLE = "PITSTOP_API_KEYS_FILE"
-MIN_KEY_LENGTH = 16
-"""Characters; shorter keys can be guessed over the network."""
 BUCKET_NAMES = ("latency", "token_latency", "pause", "length")
 CGROUP_V2_CPU = Path("/sys/fs/cgroup/cpu.max")
 
@@ -192,7 +191,8 @@ class WeightSettings(Section):
     history_versions: earlier versions that are remembered for rollback, beside the model the application was started
         with; sixteen are more than anybody tries by hand.
     store: absolute path of an existing folder for weights that come as tensors, on a disk that every replica sees; each
-        application has a folder in it. None is `store` in `folder`, and without `folder` a temporary one of the
+        application has a folder in it, for each manifest, or where `folder` is None for each Ray cluster: what an ended
+        cluster left is for you to remove. None is `store` in `folder`, and without `folder` a temporary one of the
         controller's machine: replicas elsewhere cannot read that, and it may not outlive the machine.
     history_bytes: how much the store keeps in all; the oldest versions go first, and the committed one never. 64 GiB is
         a hundred versions of a small model, one of a large one.
@@ -223,14 +223,14 @@ class WeightSettings(Section):
             raise ValueError(f"weights.{info.field_name} is {value!r}; it must be absolute, as other processes use it")
         return value
 
-    def store_folder(self, application: str) -> Path:
-        """Gives the folder of the store; see `store`."""
-        # One for each application, as each removes what it needs no more.
-        name = re.sub(r"[^A-Za-z0-9_-]", "_", application)
+    def store_folder(self, application: str, *, owner: str) -> Path:
+        """Gives the folder of the store; see `store`. owner: who has the history of what is kept there."""
+        if self.store is None and self.folder is not None:
+            return Path(self.folder) / "store"
+        # One for each application of each history, as each removes what it needs no more.
+        name = f"{quote(application, safe='')}-{owner}"
         if self.store is not None:
             return Path(self.store) / name
-        if self.folder is not None:
-            return Path(self.folder) / "store"
         return Path(tempfile.gettempdir()) / f"pitstop-store-{os.getuid()}-{name}"
 
     @property
@@ -392,46 +392,15 @@ class AppSettings(Section):
         """
         return next(iter(parse_keys(self.admin_keys(), what="admin key")), None)
 
-    def admin_keys(self) -> "KeySource":
+    def admin_keys(self) -> KeySource:
         """Gives where the keys of the admin routes are."""
         text, path = _key_place(ADMIN_KEY_VARIABLE, ADMIN_KEY_FILE_VARIABLE, self.admin_key_file)
         return KeySource(text, path, has_tenants=False)
 
-    def api_keys(self) -> "KeySource":
+    def api_keys(self) -> KeySource:
         """Gives where the keys of users are."""
         text, path = _key_place(API_KEYS_VARIABLE, API_KEYS_FILE_VARIABLE, self.api_keys_file)
         return KeySource(text.replace(",", "\n"), path)
-
-
-@dataclass(frozen=True, slots=True)
-class KeySource:
-    """Keys as text, or the file that holds them; neither where none are configured."""
-
-    text: str = ""
-    path: str | None = None
-    has_tenants: bool = True
-
-    @property
-    def is_set(self) -> bool:
-        return bool(self.text) or self.path is not None
-
-
-def parse_keys(source: KeySource, *, what: str) -> dict[str, str | None]:
-    """Gives the tenants of keys, by key: one in a line, behind a blank its tenant; a line that begins with # is none.
-
-    Raises ValueError for a file that cannot be read or holds no key, and for a key that is at fault.
-    """
-    text = source.text or ("" if source.path is None else _read_text(source.path, what))
-    lines = [line.strip() for line in text.splitlines()]
-    keys: dict[str, str | None] = {}
-    place = source.path or "the environment"
-    for line in lines:
-        if line and not line.startswith("#"):
-            key, _, tenant = line.partition(" ") if source.has_tenants else (line, "", "")
-            keys[_checked_key(key, f"{what} in {place}")] = tenant.strip() or None
-    if source.is_set and not keys:
-        raise ValueError(f"there is no {what} in {place}")
-    return keys
 
 
 def parse_settings(values: Mapping[str, Any]) -> AppSettings:
@@ -465,21 +434,6 @@ def _cgroup_cores(fallback: int) -> int:
 def _key_place(variable: str, file_variable: str, path: str | None) -> tuple[str, str | None]:
     text = os.environ.get(variable, "").strip()
     return text, None if text else os.environ.get(file_variable) or path
-
-
-def _read_text(path: str, what: str) -> str:
-    try:
-        return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"the {what} file {path} cannot be read: {error}") from None
-
-
-def _checked_key(key: str, what: str) -> str:
-    if len(key) < MIN_KEY_LENGTH:
-        raise ValueError(f"the {what} has {len(key)} characters; use at least {MIN_KEY_LENGTH}")
-    if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ValueError(f"the {what} must be printable ASCII without spaces, as a header has to carry it")
-    return key
 
 
 def _describe(problem: Any) -> str:

@@ -4,6 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
+from serve_app.bearer_keys import KeySource, parse_keys
 from serve_app.cli.failure import CommandFailed
 
 KEY_FILE_NAME = "admin.key"
@@ -25,7 +26,7 @@ def ensure_key_file(cache_dir: Path) -> Path:
 
 
 def find_admin_key(key: str | None, key_file: Path | None, *, cache_dir: Path) -> str:
-    """The configured key, else the one in the named file, else the one that `pitstop serve` made."""
+    """The configured key, else the first in the named file, else the one that `pitstop serve` made."""
     found = key or _read(key_file or cache_dir / KEY_FILE_NAME)
     if not (found.isascii() and found.isprintable()) or " " in found:
         raise CommandFailed("the admin key cannot be sent: it must be printable ASCII without spaces")
@@ -34,9 +35,7 @@ def find_admin_key(key: str | None, key_file: Path | None, *, cache_dir: Path) -
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise CommandFailed(
-            f"no admin key: {path} cannot be read ({reason}); set PITSTOP_ADMIN_KEY or PITSTOP_ADMIN_KEY_FILE"
-        ) from error
+        keys = parse_keys(KeySource(path=str(path), has_tenants=False), what="admin key")
+    except ValueError as error:
+        raise CommandFailed(f"no admin key: {error}; set PITSTOP_ADMIN_KEY or PITSTOP_ADMIN_KEY_FILE") from error
+    return next(iter(keys))

@@ -13,6 +13,7 @@ from types import FrameType
 
 import typer
 
+from serve_app.bearer_keys import parse_keys
 from serve_app.cli.admin import DEFAULT_URL
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import ensure_key_file
@@ -81,7 +82,7 @@ def _run(startup: Startup) -> None:
 def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str]:
     """Check settings, model and memory, put the model's folder and name into config; give the child's environment."""
     # Importing the engine's torch takes seconds, which the other commands and refusals need not wait for.
-    from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_keys, parse_settings
+    from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_settings
 
     try:
         if (unknown := config.unknown_key()) is not None:

@@ -98,7 +98,11 @@ class SwapBody(OptionsBody):
 
 
 class RollbackBody(OptionsBody):
-    """The body of `POST /admin/weights/rollback`. version: one of the history; null is the one before the committed."""
+    """The body of `POST /admin/weights/rollback`.
+
+    version: one of the history; null is the one before the committed, but none whose swap has failed and none of the
+    same weights.
+    """
 
     version: Annotated[int, Field(ge=1)] | None = None
 

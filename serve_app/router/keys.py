@@ -11,8 +11,8 @@ from fastapi import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from serve_app.bearer_keys import KeySource, parse_keys
 from serve_app.protocol.errors import Unauthorized, error_body, rule_of
-from serve_app.settings import KeySource, parse_keys
 
 logger = logging.getLogger("ray.serve.pitstop")
 

@@ -303,8 +303,8 @@ class FleetWeights:
     async def _return_all(self, failed: RollingFailed, options: SwapOptions, swap_id: str) -> WeightsError:
         """Brings the weights from before a rolling swap that failed back to all; gives what to raise."""
         # First: whoever repeats the request must not be told that it has succeeded, whatever becomes of going back.
-        await self._history.forget_key(self._history.newest.version)
-        target = self._history.rollback_target(None)
+        await self._history.note_failed(self._history.newest.version)
+        target = self._history.previous
         version = _again(target, f"rollback of {self._history.newest.version}, which failed")
         options = replace(options, on_failure="continue", idempotency_key=None)
         order = self._order(version, options, f"{swap_id}-back", target)

@@ -47,8 +47,8 @@ class _Staged:
 class WeightFollower:
     """Keeps the weights of one engine at what the controller has committed.
 
-    Invariants: `version`, `swap_id` and `source` describe the tensors the engine generates with; at most one staged set
-    exists; between its vote for a swap and the controller's word on it the engine generates nothing.
+    Invariants: `version`, `swap_id`, `source` and `cast` describe the tensors the engine generates with; at most one
+    staged set exists; between its vote for a swap and the controller's word on it the engine generates nothing.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class WeightFollower:
         self._retry_at = 0.0
         self._num_changes = 0
         self.source: WeightSource | None = None
+        self.cast = True
+        """Whether weights of another dtype were converted; those it was started with may have been."""
         self.swap_id: str | None = None
         """The swap that brought the version."""
         self.is_lagging = False
@@ -380,6 +382,7 @@ class WeightFollower:
         await self._retire(staged)
         self._served_digests = digests
         self.source = order.source
+        self.cast = order.cast
         self.swap_id = order.swap_id
         self.is_lagging = False
         self.is_corrupt = False

@@ -42,9 +42,19 @@ class WeightHistory:
         self._changing = asyncio.Lock()
 
     @property
+    def line(self) -> str:
+        """What tells the controllers of this manifest from all others; empty where there is no manifest."""
+        return self._manifest.line
+
+    @property
     def newest(self) -> CommittedVersion:
         """The committed version."""
         return self._manifest.versions[-1]
+
+    @property
+    def previous(self) -> CommittedVersion:
+        """The version that was committed before that one."""
+        return self._manifest.versions[-2]
 
     @property
     def committed(self) -> CommittedWeights:
@@ -73,12 +83,16 @@ class WeightHistory:
         return next((one for one in self._manifest.versions if one.idempotency_key == key), None)
 
     def rollback_target(self, version: int | None) -> CommittedVersion:
-        """Gives an earlier version, by default the one before the committed; raises VersionUnavailable."""
+        """Gives an earlier version; raises VersionUnavailable.
+
+        By default the one before the committed, leaving out those that have failed and those of the same weights: a
+        rolling swap that failed and went back has left both.
+        """
         earlier = self._manifest.versions[:-1]
         if not earlier:
             raise VersionUnavailable(f"version {self.newest.version} is the only one there is; nothing is before it")
         if version is None:
-            return earlier[-1]
+            return self._default_target(earlier)
         if version == self.newest.version:
             raise VersionUnavailable(f"version {version} is the committed one already")
         for one in earlier:
@@ -86,6 +100,23 @@ class WeightHistory:
                 return one
         known = ", ".join(str(one.version) for one in earlier)
         raise VersionUnavailable(f"version {version} is not in the history; it holds {known}")
+
+    def _default_target(self, earlier: Sequence[CommittedVersion]) -> CommittedVersion:
+        served = self._origin(self.newest)
+        for one in reversed(earlier):
+            if not one.has_failed and self._origin(one) != served:
+                return one
+        raise VersionUnavailable(
+            f"all before version {self.newest.version} have failed or are of the same weights; name the version"
+        )
+
+    def _origin(self, version: CommittedVersion) -> int:
+        """Gives the version that first had the weights of this one."""
+        known = {one.version: one.rollback_to for one in self._manifest.versions}
+        origin, target = version.version, version.rollback_to
+        while target is not None:
+            origin, target = target, known.get(target)
+        return origin
 
     async def check_writable(self) -> None:
         """Raises ManifestError where it is plain that a commit could not be written."""
@@ -130,12 +161,14 @@ class WeightHistory:
             if self.newest.version == version:
                 await self._write(self._before)
 
-    async def forget_key(self, version: int) -> None:
-        """Frees the idempotency key of a version whose swap has failed, so that a repeated request is carried out."""
+    async def note_failed(self, version: int) -> None:
+        """Marks a version whose swap has failed, and frees its idempotency key: a repeated request is carried out."""
         async with self._changing:
-            versions = self._manifest.versions
             await self._write_if_possible(
-                tuple(replace(one, idempotency_key=None) if one.version == version else one for one in versions)
+                tuple(
+                    replace(one, idempotency_key=None, has_failed=True) if one.version == version else one
+                    for one in self._manifest.versions
+                )
             )
 
     async def keep_result(self, result: SwapResult) -> None:
@@ -156,7 +189,7 @@ class WeightHistory:
             adopted = CommittedVersion(
                 report.version,
                 report.source,
-                cast=report.source is None,
+                cast=report.cast,
                 label="learnt from a replica",
                 committed_at=now(),
                 requested_by=f"replica {report.replica_id}",

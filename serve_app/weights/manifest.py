@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -41,6 +42,7 @@ class Manifest:
     versions are those committed, oldest first; the last one is what every replica has to serve.
     last_version is the highest number ever given, also to a swap that was taken back.
     term counts the controllers, sequence the writes; owner is the controller of the term, for people.
+    line is made up with the first manifest of a folder and stays: it tells its controllers from those of other folders.
     """
 
     application: str
@@ -50,6 +52,7 @@ class Manifest:
     term: int = 0
     sequence: int = 0
     owner: str = ""
+    line: str = ""
 
 
 _ADAPTER = TypeAdapter(Manifest)
@@ -76,7 +79,13 @@ class ManifestFile:
             if found is not None:
                 self._check_owner(found, fresh)
             held = found or fresh
-            claimed = replace(held, term=held.term + 1, sequence=held.sequence + 1, owner=_this_process())
+            claimed = replace(
+                held,
+                term=held.term + 1,
+                sequence=held.sequence + 1,
+                owner=_this_process(),
+                line=held.line or uuid.uuid4().hex,
+            )
             self._replace(claimed, before=found)
         self._term = claimed.term
         return claimed

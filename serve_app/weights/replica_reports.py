@@ -67,7 +67,9 @@ class ReplicaReports:
         """Keeps a report right from a commit until the next heartbeat."""
         if reply.replica_id in self._reports:
             at, report = self._reports[reply.replica_id]
-            report = replace(report, version=reply.version, source=order.source, state="ready", error=None)
+            report = replace(
+                report, version=reply.version, source=order.source, cast=order.cast, state="ready", error=None
+            )
             self._reports[reply.replica_id] = (at, report)
 
     def next_report(self) -> Coroutine[Any, Any, bool]:

@@ -151,6 +151,7 @@ class Replica:
             swap_id=follower.swap_id,
             reply=follower.reply,
             leases=self.pauses.orders,
+            cast=follower.cast,
         )
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from serve_app.cli import main
+from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import ensure_key_file, find_admin_key
 from serve_app.cli.launch import announce
 from serve_app.cli.serve_config import Overrides, read_config
@@ -235,6 +236,16 @@ def test_the_made_up_key_is_the_owners_alone_and_stays(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert find_admin_key(None, None, cache_dir=tmp_path / "cache") == key
     assert find_admin_key("from-the-environment", path, cache_dir=tmp_path) == "from-the-environment"
+
+
+def test_a_key_file_is_read_as_the_application_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# the new one\n\n  first-0123456789abcdef\nsecond-0123456789abcdef\n")
+    assert find_admin_key(None, file, cache_dir=tmp_path) == "first-0123456789abcdef"
+    for text in ("", "# nothing but this\n"):
+        file.write_text(text)
+        with pytest.raises(CommandFailed, match="there is no admin key"):
+            find_admin_key(None, file, cache_dir=tmp_path)
 
 
 @contextmanager

@@ -103,6 +103,16 @@ def test_one_that_does_not_get_empty_is_told_of_and_not_replaced(loop: VirtualLo
     assert loop.time() == pytest.approx(5, abs=0.3)
 
 
+@pytest.mark.parametrize(("empties_after_s", "left", "killed"), [(0.0, {}, ["a"]), (1e9, {"a": 3}, [])])
+def test_without_time_to_wait_it_is_what_the_next_report_says(
+    loop: VirtualLoop, empties_after_s: float, left: dict[str, int], killed: list[str]
+) -> None:
+    fleet = Fleet(empties_after_s=empties_after_s)
+    loop.run(asyncio.sleep(0.5))
+    result = loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a",), timeout_s=0, is_replaced=True)))
+    assert (result.requests_left, fleet.killed) == (left, killed)
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -4,11 +4,13 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine import (
     ContinuousBatchingConfig,
@@ -41,7 +43,7 @@ from serve_app.weights.history import WeightHistory
 from serve_app.weights.leased_pauses import LeasedPauses
 from serve_app.weights.manifest import FILE_NAME
 from serve_app.weights.two_phase_swap import Checked
-from tests.serve_app.tiny_model import changed_weights, make_model_folder
+from tests.serve_app.tiny_model import WEIGHTS_FILE, changed_weights, make_model_folder
 from tests.waiting import eventually
 
 SETTINGS = WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=2)
@@ -54,6 +56,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     found = {name: make_model_folder(root / name, seed=seed) for seed, name in enumerate(("base", "second", "third"))}
     for change in ("missing", "extra", "misshapen", "non-finite"):
         found[change] = changed_weights(found["base"], root / change, change=change)
+    tensors = load_file(Path(found["base"]) / WEIGHTS_FILE)
+    for name, written in (
+        ("half", {key: tensor.bfloat16() for key, tensor in tensors.items()}),
+        ("part", {"model.norm.weight": tensors["model.norm.weight"]}),
+    ):
+        found[name] = shutil.copytree(found["base"], str(root / name))
+        save_file(written, Path(found[name]) / WEIGHTS_FILE, metadata={"format": "pt"})
     return found
 
 
@@ -135,7 +144,13 @@ class Fleet:
     async def report(self, name: str) -> ReplicaReport:
         follower = self.followers[name]
         return ReplicaReport(
-            name, follower.version, follower.state, follower.source, error=follower.error, reply=follower.reply
+            name,
+            follower.version,
+            follower.state,
+            follower.source,
+            error=follower.error,
+            reply=follower.reply,
+            cast=follower.cast,
         )
 
     async def beat(self) -> None:
@@ -461,6 +476,27 @@ async def test_a_restarted_controller_recovers_the_version_from_reports(fleet: F
     assert await fleet.weights.committed() == CommittedWeights(result.version, WeightSource(folders["second"]))
     assert {answer.version for answer in await answers} == {result.version}
     assert (await fleet.swap(folders["third"])).version == result.version + 1
+
+
+@pytest.mark.parametrize(
+    ("base", "source", "options"), [("base", "half", {"cast": True}), ("half", "part", {"partial": True})]
+)
+async def test_a_restarted_controller_has_weights_of_another_dtype_converted_again(
+    fleet: Fleet,
+    managers: list[ContinuousBatchingManager],
+    folders: dict[str, str],
+    base: str,
+    source: str,
+    options: dict[str, bool],
+) -> None:
+    fleet = Fleet(managers, folders[base])
+    await fleet.recover()
+    result = await fleet.swap(folders[source], **options)
+    fleet.new_controller()
+    await fleet.recover()
+    committed = await fleet.weights.committed()
+    assert (committed.version, committed.cast) == (result.version, True)
+    assert await fleet.followers["a"].catch_up(replace(committed, version=result.version + 1))
 
 
 async def test_a_controller_that_hears_of_a_newer_version_late_follows_it(

@@ -52,8 +52,18 @@ def test_what_is_written_is_found_again_by_the_next_controller(tmp_path: Path) -
     found = ManifestFile(str(tmp_path)).claim(FRESH)
     assert found.versions == (*FRESH.versions, SWAPPED)
     assert (found.last_version, found.term) == (2, 2)
+    assert found.line == held.line
     assert found.sequence > held.sequence
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME, LOCK_NAME]
+
+
+def test_manifests_of_two_folders_are_told_apart(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    one, two = (ManifestFile(str(folder)).claim(FRESH) for folder in folders)
+    assert one.line
+    assert one.line != two.line
 
 
 def in_child(work: Callable[[], None]) -> int:

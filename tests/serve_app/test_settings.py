@@ -8,7 +8,8 @@ from pydantic import ValidationError
 
 from serve_app import settings as settings_module
 from serve_app.app import engine_options
-from serve_app.settings import AppSettings, ReplicaSettings, available_cores, parse_keys, parse_settings
+from serve_app.bearer_keys import parse_keys
+from serve_app.settings import AppSettings, ReplicaSettings, available_cores, parse_settings
 
 KEY = "0123456789abcdef"
 
@@ -154,15 +155,19 @@ def test_an_admin_key_may_hold_any_printable_character(monkeypatch: pytest.Monke
 
 
 def test_the_store_is_where_it_was_said_else_beside_the_manifest_else_temporary() -> None:
-    def place(**weights: str) -> tuple[str, bool]:
+    def place(application: str = "my/app", owner: str = "me", **weights: str) -> tuple[str, bool]:
         settings = parse_settings({"weights": weights}).weights
-        return str(settings.store_folder("my/app")), settings.is_store_durable
+        return str(settings.store_folder(application, owner=owner)), settings.is_store_durable
 
-    assert place(store="/a", folder="/b") == ("/a/my_app", True)
+    assert place(store="/a", folder="/b") == ("/a/my%2Fapp-me", True)
     assert place(folder="/b") == ("/b/store", True)
     temporary, is_durable = place()
     assert not is_durable
-    assert temporary.endswith("-my_app")
+    assert temporary.endswith("-my%2Fapp-me")
     assert temporary == place()[0]
+    # Each removes what its own history does not need.
+    for weights in ({"store": "/a"}, {}):
+        others = [place(**weights), place(owner="you", **weights), place("my_app", **weights)]
+        assert len(set(others)) == 3
     with pytest.raises(ValueError, match=r"weights\.store is 'a'; it must be absolute"):
         place(store="a")

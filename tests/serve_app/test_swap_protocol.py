@@ -12,7 +12,7 @@ import pytest
 from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.controller import WeightController
 from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOrder, SwapReply, SwapRequest, WeightSource
-from serve_app.protocol.errors import LeaseGone, VersionUnavailable
+from serve_app.protocol.errors import LeaseGone, RollingFailed, VersionUnavailable
 from serve_app.weights.swap_turn import SwapTurn
 from tests.serve_app.simulated_fleet import SETTINGS, FakeStaged, Replica, SimulatedFleet, committed_of
 from tests.serve_app.virtual_loop import VirtualLoop
@@ -394,15 +394,21 @@ def test_a_replica_whose_requests_never_finish_is_replaced_when_its_time_is_up(f
     assert_all_serve(fleet, 2)
 
 
-def test_a_rolling_swap_that_fails_brings_all_back_where_that_was_asked(fleet: SimulatedFleet) -> None:
+def fail_next_commit(fleet: SimulatedFleet) -> None:
+    """Has the next swap fail where it is committed, but not the one that goes back."""
     fleet.is_synchronous = False
     fleet.replicas["r1"].engine.fails_to = {"commit"}
+    num_heard = len(fleet.heard)
 
     async def mend(method: str, replica: Replica) -> None:
-        if method == "stage" and fleet.heard.count(("r1", "commit")):
+        if method == "stage" and ("r1", "commit") in fleet.heard[num_heard:]:
             replica.engine.fails_to = set()
 
     fleet.before_call = mend
+
+
+def test_a_rolling_swap_that_fails_brings_all_back_where_that_was_asked(fleet: SimulatedFleet) -> None:
+    fail_next_commit(fleet)
     message = refused(fleet, "/1", strategy="rolling", on_failure="rollback")
     assert message == ("replica r1: cannot commit; all replicas are back at the weights of version 1, as version 3")
     assert_all_serve(fleet, 3)
@@ -410,14 +416,7 @@ def test_a_rolling_swap_that_fails_brings_all_back_where_that_was_asked(fleet: S
 
 
 def test_a_rolling_swap_that_went_back_is_carried_out_when_it_is_repeated(fleet: SimulatedFleet) -> None:
-    fleet.is_synchronous = False
-    fleet.replicas["r1"].engine.fails_to = {"commit"}
-
-    async def mend(method: str, replica: Replica) -> None:
-        if method == "stage" and fleet.heard.count(("r1", "commit")):
-            replica.engine.fails_to = set()
-
-    fleet.before_call = mend
+    fail_next_commit(fleet)
     options: dict[str, Any] = {"strategy": "rolling", "on_failure": "rollback", "idempotency_key": "k"}
     assert "all replicas are back" in refused(fleet, "/1", **options)
     fleet.kill_controller()
@@ -427,6 +426,26 @@ def test_a_rolling_swap_that_went_back_is_carried_out_when_it_is_repeated(fleet:
     assert again.version == 4
     assert_all_serve(fleet, 4)
     assert swapped(fleet, "/1", **options) == again
+
+
+def test_by_default_nobody_goes_back_to_weights_that_have_failed(fleet: SimulatedFleet) -> None:
+    swapped(fleet, "/1")
+    options: dict[str, Any] = {"strategy": "rolling", "on_failure": "rollback"}
+    fail_next_commit(fleet)
+    assert "back at the weights of version 2, as version 4" in refused(fleet, "/2", **options)
+    # What was served before a rollback that fails comes back, though it has the same weights.
+    fail_next_commit(fleet)
+    assert fleet.weights is not None
+    with pytest.raises(RollingFailed, match="back at the weights of version 4, as version 6"):
+        fleet.loop.run(fleet.weights.rollback(RollbackRequest(2, **options)))
+    fleet.kill_controller()
+    fleet.start_controller()
+    fleet.pass_time(3)
+    assert fleet.loop.run(fleet.weights.rollback(RollbackRequest())).version == 7
+    assert all(one.engine.content == fleet.folders["/base"] for one in fleet.replicas.values())
+    # Who names it gets it.
+    fleet.loop.run(fleet.weights.rollback(RollbackRequest(3)))
+    assert all(one.engine.content == fleet.folders["/2"] for one in fleet.replicas.values())
 
 
 # What the weights are

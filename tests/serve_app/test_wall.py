@@ -10,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from engine import SwapConflict
+from serve_app.bearer_keys import KeySource
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
@@ -28,7 +29,7 @@ from serve_app.router.numbers import RouterNumbers
 from serve_app.router.wall import HISTOGRAMS, NUMBERS, Wall, read_numbers, wall_data
 from serve_app.router.wall_routes import content_policy, wall_routes
 from serve_app.scaling_report import ScalingChange, ScalingReport
-from serve_app.settings import KeySource, LimitSettings
+from serve_app.settings import LimitSettings
 
 KEY = "user-0123456789abcdef"
 PAGE = files("serve_app.router").joinpath("wall.html").read_text()

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine import PitstopError, check_model
+from serve_app.bearer_keys import parse_keys
 from serve_app.cli.doctor.finding import Finding, Findings, error, good, warning
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.preflight import GIB, check_memory, check_port, locate_model, weights_bytes
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
-from serve_app.settings import AppSettings, available_cores, parse_keys, parse_settings
+from serve_app.settings import AppSettings, available_cores, parse_settings
 
 
 def check_application(
