@@ -124,7 +124,7 @@ class Fleet:
             timeout_s, whom = ANSWER_TIMEOUT_S, "an engine replica"
         info = await call(self._engine.model_info.remote(), timeout_s=timeout_s, whom=whom)
         # New weights have the shapes of the old ones, so what was learned once stays true.
-        self._limits = ModelLimits(info["max_model_len"], info["vocab_size"], frozenset(info["end_ids"]))
+        self._limits = ModelLimits(info["max_model_len"], info["vocab_size"], frozenset(info.get("end_ids", ())))
         return int(info["weight_version"])
 
     async def limits(self) -> ModelLimits:
