@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine import InvalidRequest, QueueFull
 from serve_app.messages import Grammar, GrammarKind
+from serve_app.text.grammar_cost import check_cost
 
 MAX_KEPT = 64
 """Compiled grammars; with the limits below one takes a few megabytes at most."""
@@ -145,6 +146,7 @@ class GrammarCompiler:
         has_begun.set()
         tokenizer = self._library_tokenizer(grammar.param)
         try:
+            check_cost(grammar)
             matcher = LLMatcher(tokenizer, _in_library_terms(grammar), log_level=0, limits=LIMITS)
             trial = matcher.deep_copy()
             if not trial.is_error():

@@ -309,6 +309,44 @@ async def test_rules_that_lead_to_rules_by_the_thousand_end_no_process(
         assert allowed(constraint, TOKENIZERS["bytes"])
 
 
+def steps(*values: float) -> dict[str, Any]:
+    fields = {f"p{i}": {"type": "number", "multipleOf": value} for i, value in enumerate(values)}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.JSON_SCHEMA, json.dumps(steps(*[300_007] * 12)), "come to 3.60008e+06 in all; at most 10000"),
+        (GrammarKind.JSON_SCHEMA, json.dumps(steps(99_999.9)), "come to 999999 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"multipleOf": 1e400}', "come to 1e+09 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"items": {"anyOf": [{"multipleOf": 2}, {"multipleOf": 10001}]}}', "10003 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"$defs": {"properties": {"multipleOf": -20000}}}', "20000 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"allOf": [{"multipleOf": 311}, {"multipleOf": 313}]}', "97343 as least common"),
+        (GrammarKind.EBNF, r'start: %json {"multipl\u0065Of": 20000}', "20000 in all"),
+        (GrammarKind.LARK, 'start: a | b\na: %json {"const": 1}\nb: %json {"multipleOf": 20000}', "20000 in all"),
+    ],
+)
+async def test_multiples_that_would_take_all_memory_are_refused(kind: GrammarKind, text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^x is refused: its values of multipleOf, without") as refusal:
+        await COMPILERS["bytes"].constraint(Grammar(kind, text, "x"))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        steps(0.01, 0.5, 5, 60, 1000, 0.00001, 1e-9),
+        {"const": {"multipleOf": 300_007}},
+        {"enum": [{"multipleOf": 300_007}], "default": {"multipleOf": 300_007}},
+        {"type": "object", "properties": {"multipleOf": {"const": 300_007}}, "required": ["multipleOf"]},
+    ],
+)
+async def test_usual_multiples_are_taken_and_what_only_bears_the_name(schema: dict[str, Any]) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), "x")
+    assert allowed(await COMPILERS["bytes"].constraint(grammar), TOKENIZERS["bytes"])
+
+
 async def test_a_slow_grammar_holds_up_no_others() -> None:
     compiler, release = compiler_of(TOKENIZERS["bytes"]), threading.Event()
     for _ in range(NUM_THREADS - 1):
