@@ -155,6 +155,20 @@ async def test_grammars_come_as_gbnf_and_as_lark(finished: list[str], text: str)
             assert re.fullmatch(r"<[0-9][a-c]?(,[0-9][a-c]?)*>", answer), answer
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r'root ::= "\u00e9\U0001F600\x41\u0022\n\u000a\\u0041"', 'é😀A"\n\n\\u0041'),
+        ('root ::= a ["] "\\u0062" # it is "\\u0063\na ::=\n "a"', 'a"b'),
+        ('start: "say ::= x"', "say ::= x"),
+        ('start: a\na: "root ::= x"', "root ::= x"),
+    ],
+)
+async def test_strings_of_gbnf_and_lark_are_read_as_they_are_written(text: str, answer: str) -> None:
+    constraint = await COMPILERS["bytes"].constraint(Grammar(GrammarKind.EBNF, text, "structured_outputs"))
+    assert walk(constraint, TOKENIZERS["bytes"], random.Random(0)) == answer
+
+
 async def test_blanks_between_the_tokens_of_json_come_to_an_end() -> None:
     tokenizer = TOKENIZERS["bytes"]
     constraint = await COMPILERS["bytes"].constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), "x"))
