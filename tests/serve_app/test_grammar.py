@@ -347,9 +347,40 @@ async def test_multiples_that_would_take_all_memory_are_refused(kind: GrammarKin
     assert message in str(refusal.value)
 
 
+PATTERNS = [{"type": "string", "pattern": f"x{i}.*y{i}"} for i in range(40)]
+CHAINED = json.dumps(
+    {
+        "$ref": "#/$defs/a0",
+        "$defs": {f"a{i}": {**one, "$ref": f"#/$defs/a{i + 1}"} for i, one in enumerate(PATTERNS[:30])}
+        | {"a30": PATTERNS[30]},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.JSON_SCHEMA, json.dumps({"allOf": PATTERNS}), "40 patterns beside an allOf"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            CHAINED,
+            "31 patterns",
+        ),
+        (GrammarKind.LARK, f"start: %json {CHAINED}", "31 patterns"),
+        (GrammarKind.EBNF, "start: A\nA: " + " & ".join(f"/.*x{i}.*y/" for i in range(22)), "by 21 signs of &"),
+    ],
+)
+async def test_patterns_that_would_take_hours_together_are_refused(kind: GrammarKind, text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^x is refused: it ") as refusal:
+        await COMPILERS["bytes"].constraint(Grammar(kind, text, "x"))
+    assert message in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     "schema",
     [
+        {"type": "object", "properties": {f"p{i}": one for i, one in enumerate(PATTERNS)}},
+        {"anyOf": [{"type": "array", "items": one} for one in PATTERNS]},
         steps(0.01, 0.5, 5, 60, 1000, 0.00001, 1e-9),
         {"const": {"multipleOf": 300_007}},
         {"enum": [{"multipleOf": 300_007}], "default": {"multipleOf": 300_007}},
