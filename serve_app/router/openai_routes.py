@@ -176,6 +176,7 @@ async def _read(model: type[Body], request: Request, settings: AppSettings) -> B
 
 
 async def _ask(body: GenerationRequest, prompt_ids: list[int], service: GenerationService, caller: Caller) -> Ask:
+    _check_min_tokens(body)
     hints = body.workload_hints()
     rules = TextRules(
         stop_strings=tuple(body.stop or ()),
@@ -198,6 +199,16 @@ async def _ask(body: GenerationRequest, prompt_ids: list[int], service: Generati
         timeout_s=body.timeout,
         route="chat" if isinstance(body, ChatRequest) else "completions",
     )
+
+
+def _check_min_tokens(body: GenerationRequest) -> None:
+    must_call = isinstance(body, ChatRequest) and bool(body.required_tools)
+    if body.min_tokens and (must_call or body.grammar() is not None):
+        raise InvalidRequest(
+            f"min_tokens is {body.min_tokens}, and the structure or the required call that is asked for decides where"
+            " the answer ends; leave min_tokens out",
+            "min_tokens",
+        )
 
 
 async def _truncated(body: GenerationRequest, prompt_ids: list[int], service: GenerationService) -> list[int]:

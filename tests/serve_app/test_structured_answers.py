@@ -86,6 +86,15 @@ async def test_settings_that_contradict_a_structure_are_the_requests_own_fault(
     assert (told.value.type, told.value.code) == ("invalid_request_error", "contradictory_settings")
 
 
+@pytest.mark.parametrize("fields", STRUCTURES)
+async def test_min_tokens_is_refused_where_a_structure_ends_the_answer(
+    client: openai.AsyncOpenAI, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="min_tokens is 8") as refusal:
+        await answer(client, {**fields, "extra_body": {**fields.get("extra_body", {}), "min_tokens": 8}})
+    assert refusal.value.param == "min_tokens"
+
+
 async def test_a_cut_answer_says_length(client: openai.AsyncOpenAI) -> None:
     choice = await answer(client, STRUCTURES[1], max_tokens=5)
     assert (len(choice.message.content), choice.finish_reason) == (5, "length")
