@@ -34,6 +34,7 @@ from engine.metrics import EngineStats
 from engine.model import check_model, check_supported, load_model
 from engine.rendezvous import RankPlace, join_ranks, open_meeting
 from engine.request import (
+    NOTHING_LEFT,
     FinishReason,
     GenerationOutput,
     RequestStatus,
@@ -47,6 +48,7 @@ from engine.weight_check import CheckedWeights, check_weights
 from engine.weights import STORED_DTYPES, StagedWeights, stage_weights
 
 __all__ = [
+    "NOTHING_LEFT",
     "STORED_DTYPES",
     "CheckedWeights",
     "ContextLengthExceeded",

@@ -29,6 +29,10 @@ class RequestStatus(IntEnum):
         return self >= RequestStatus.FINISHED
 
 
+NOTHING_LEFT = "no token is left to choose: the request's own settings rule out all of them"
+"""The error of a request whose settings contradict each other; its caller's fault, other than what else may fail."""
+
+
 class FinishReason(StrEnum):
     """Why a request ended."""
 

@@ -20,6 +20,8 @@ from engine.sampling.sampler import Draw, SampleResult
 from engine.sampling.stop_strings import StopStrings
 from engine.transfer import to_device
 
+NOT_FINITE = "the model's scores are not finite numbers"
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +34,7 @@ class DrawnRows:
     failed: dict[str, SampledToken] = field(default_factory=dict)
 
     def add(self, requests: list[ActiveRequest], draw: Draw, *, error: str) -> None:
-        """Adds one part; error: what a request is told whose row is bad."""
+        """Adds one part; error: what a request is told whose row rules out every token."""
         self.parts.append((requests, draw, error))
 
     def fail(self, request: ActiveRequest, error: str) -> None:
@@ -89,10 +91,10 @@ class DrawnStep:
         samples = dict(self._failed)
         for requests, draw, message in zip(self._requests, self._draws, self._errors, strict=True):
             result = draw.result()
-            bad_rows = set(result.bad_rows)
+            errors = dict.fromkeys(result.bad_rows, NOT_FINITE) | dict.fromkeys(result.empty_rows, message)
             for row, request in enumerate(requests):
                 samples[request.request_id] = (
-                    SampledToken(token=0, error=message) if row in bad_rows else self._sampled(request, result, row)
+                    SampledToken(token=0, error=errors[row]) if row in errors else self._sampled(request, result, row)
                 )
         for scored in self._scored:
             for request_id, scores in scored.result().items():

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from engine.active_request import ActiveRequest
 from engine.plan import PlannedRow
-from engine.sampling.drawn_step import DrawnRows
+from engine.request import NOTHING_LEFT
+from engine.sampling.drawn_step import NOT_FINITE, DrawnRows
 from engine.sampling.masks import MaskFiller, StepMasks
 from engine.sampling.processors import ProcessorBuilder, RowProcessors
 from engine.sampling.sampler import SamplingRow, draw
@@ -21,8 +22,6 @@ from engine.sampling.stop_strings import StopStrings
 
 _GROUP = 32
 """Rows whose processed scores are held at once; at 256,000 tokens they take 32 MB."""
-_NOT_FINITE = "the model's scores are not finite numbers"
-_NOTHING_LEFT = "no token is left to choose: the request's own settings rule out all, or the scores are not finite"
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class RowSampler:
         if plain:
             plain_rows = [rows[i] for i in plain]
             plain_LV = logits_LV if len(plain) == len(rows) else logits_LV[plain]
-            self._draw(drawn, plain_rows, plain_LV, [_sampling_row(row) for row in plain_rows], error=_NOT_FINITE)
+            self._draw(drawn, plain_rows, plain_LV, [_sampling_row(row) for row in plain_rows], error=NOT_FINITE)
         for group in _groups(constrained):
             self._draw_constrained(drawn, [rows[i] for i in group], logits_LV[group], masks)
         for group in _groups(processed):
@@ -82,7 +81,7 @@ class RowSampler:
 
     def _draw_constrained(self, drawn: DrawnRows, rows: list[PlannedRow], logits_LV: Tensor, masks: StepMasks) -> None:
         scores_LV = masks.apply([row.request for row in rows], logits_LV)
-        self._draw(drawn, rows, scores_LV, [_sampling_row(row) for row in rows], error=_NOTHING_LEFT)
+        self._draw(drawn, rows, scores_LV, [_sampling_row(row) for row in rows], error=NOTHING_LEFT)
 
     def _draw_processed(self, drawn: DrawnRows, rows: list[PlannedRow], logits: list[Tensor], masks: StepMasks) -> None:
         good, scores, sampling_rows = [], [], []
@@ -99,7 +98,7 @@ class RowSampler:
             good.append(row)
             sampling_rows.append(processors.sampling_row(row.end))
         if good:
-            self._draw(drawn, good, torch.cat(scores), sampling_rows, error=_NOTHING_LEFT)
+            self._draw(drawn, good, torch.cat(scores), sampling_rows, error=NOTHING_LEFT)
 
     def _processors_of(self, request: ActiveRequest) -> RowProcessors:
         processors = self._processors.get(request)

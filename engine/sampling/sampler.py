@@ -9,7 +9,7 @@ Shapes: R rows, V vocabulary, B blocks of the vocabulary, W tokens in a block.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, isfinite
 
 import numpy as np
 import torch
@@ -42,12 +42,16 @@ class SamplingRow:
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """tokens: one a row. logprobs, top: by row, of the processed scores. bad_rows: without usable logits; token 0."""
+    """tokens: one a row. logprobs, top: by row, of the processed scores. bad_rows: without usable logits; token 0.
+
+    empty_rows: those of them whose logits are all -inf.
+    """
 
     tokens: list[int]
     logprobs: dict[int, float]
     bad_rows: list[int]
     top: dict[int, TopLogprobs] = field(default_factory=dict)
+    empty_rows: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +87,13 @@ def top_tokens(logprobs_RV: Tensor, rows: Sequence[int], counts: Sequence[int]) 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What was drawn, while it is on the device. tokens_R: 0 in a bad row. logprobs_W: of `logprob_rows`, in order."""
+    """What was drawn, while it is on the device. tokens_R: 0 in a bad row. logprobs_W: of `logprob_rows`, in order.
+
+    most_R: the highest logit of each row, by which a bad row is known.
+    """
 
     tokens_R: Tensor
-    is_good_R: Tensor
+    most_R: Tensor
     logprob_rows: list[int]
     logprobs_W: Tensor
     tops: list[TopTokens] = field(default_factory=list)
@@ -96,19 +103,21 @@ class Draw:
         return replace(
             self,
             tokens_R=self.tokens_R.to("cpu", non_blocking=True),
-            is_good_R=self.is_good_R.to("cpu", non_blocking=True),
+            most_R=self.most_R.to("cpu", non_blocking=True),
             logprobs_W=self.logprobs_W.to("cpu", non_blocking=True),
             tops=[top.on_host() for top in self.tops],
         )
 
     def result(self) -> SampleResult:
         """Gives the values, after waiting for the device if they are there."""
-        bad_rows = [row for row, is_good in enumerate(self.is_good_R.tolist()) if not is_good]
+        most = self.most_R.tolist()
+        bad_rows = [row for row, value in enumerate(most) if not isfinite(value)]
         logprobs = dict(zip(self.logprob_rows, self.logprobs_W.tolist(), strict=True))
         return SampleResult(
             tokens=self.tokens_R.tolist(),
             logprobs={row: value for row, value in logprobs.items() if row not in bad_rows},
             bad_rows=bad_rows,
+            empty_rows=[row for row in bad_rows if most[row] == -inf],
             top={row: top for tops in self.tops for row, top in tops.result().items()},
         )
 
@@ -183,10 +192,10 @@ class _Parts:
         tokens_R = _cat(self._tokens, logits_RV.new_empty(0, dtype=torch.long))
         if len(self._tokens) > 1:
             tokens_R = _pick(tokens_R, np.argsort(self._rows).tolist())
-        is_good_R = torch.isfinite(logits_RV.amax(dim=-1))
+        most_R = logits_RV.amax(dim=-1)
         return Draw(
-            tokens_R=tokens_R.masked_fill(~is_good_R, 0),
-            is_good_R=is_good_R,
+            tokens_R=tokens_R.masked_fill(~torch.isfinite(most_R), 0),
+            most_R=most_R,
             logprob_rows=self._logprob_rows,
             logprobs_W=_cat(self._logprobs, logits_RV.new_empty(0, dtype=torch.float32)),
             tops=self._tops,

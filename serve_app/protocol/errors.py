@@ -6,6 +6,7 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── UnknownModel                    another model is asked for than the one served
 ├── BodyTooLarge                    the body is over `limits.max_body_bytes`
 ├── InvalidRequest                  engine.errors
+│   ├── ContradictorySettings       what the request asks for leaves no token to choose
 │   └── DeadlineTooShort            not even an idle fleet would be done in the time that the request has
 ├── QueueFull                       engine.errors
 │   ├── LineFull                    too many tokens or requests wait at the router
@@ -73,6 +74,10 @@ class BodyTooLarge(PitstopError):
 
 class DeadlineTooShort(InvalidRequest):
     """Not even an idle fleet would be done in time; the message says how long it takes."""
+
+
+class ContradictorySettings(InvalidRequest):
+    """The settings of the request rule out every token; this may show after some tokens only."""
 
 
 class LineFull(QueueFull):
@@ -176,6 +181,7 @@ ERROR_RULES: dict[type[PitstopError], ErrorRule] = {
     QueueFull: ErrorRule(429, "overloaded_error", "queue_full"),
     LineFull: ErrorRule(429, "overloaded_error", "queue_full"),
     TooLate: ErrorRule(429, "overloaded_error", "too_late"),
+    ContradictorySettings: ErrorRule(400, "invalid_request_error", "contradictory_settings"),
     DeadlineTooShort: ErrorRule(400, "invalid_request_error", "deadline_too_short"),
     TenantLimit: ErrorRule(429, "rate_limit_error", "tenant_limit"),
     EngineStopped: ErrorRule(503, "server_error", "engine_stopped"),

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from engine import FinishReason, PitstopError, WeightSpan
+from engine import NOTHING_LEFT, FinishReason, PitstopError, WeightSpan
 from serve_app.messages import TokenEvent
-from serve_app.protocol.errors import GenerationFailed
+from serve_app.protocol.errors import ContradictorySettings, GenerationFailed
 from serve_app.resume_point import ResumePoint, ResumeTrail
 from serve_app.router.answer import Answer, Piece
 
@@ -108,9 +108,12 @@ class Generation:
         return self
 
     async def __anext__(self) -> list[Piece]:
-        """Gives what the next event adds; raises GenerationFailed after the last piece of a failed sequence."""
+        """Gives what the next event adds; raises after the last piece of a failed sequence.
+
+        Raises ContradictorySettings where the request's own settings left nothing to choose, else GenerationFailed.
+        """
         if self._failure is not None:
-            raise GenerationFailed(self._failure)
+            raise _error_of(self._failure)
         if all(answer.is_over for answer in self.answers):
             raise StopAsyncIteration
         event = await self._next_event()
@@ -189,3 +192,12 @@ class Generation:
         except StopAsyncIteration:
             raise GenerationFailed("the replica ended the stream without a finish reason") from None
         return self.latest_event
+
+
+def _error_of(failure: str) -> PitstopError:
+    if failure == NOTHING_LEFT:
+        return ContradictorySettings(
+            f"{failure}; what asks for a form (response_format, structured_outputs, tools), allowed_token_ids,"
+            " bad_words and logit_bias have no token in common here, so loosen one of them"
+        )
+    return GenerationFailed(failure)

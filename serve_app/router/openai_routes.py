@@ -196,6 +196,7 @@ async def _asks(
     body: GenerationRequest, prompts: Sequence[list[int]], service: GenerationService, caller: Caller
 ) -> list[Ask]:
     """Gives what is asked of each prompt: the same, so it is made once."""
+    _check_min_tokens(body)
     words = body.bad_words or ()
     # A thousand words are two thousand texts.
     words_ids = await asyncio.to_thread(service.tokenizer.bad_words_ids, words) if words else []
@@ -224,6 +225,16 @@ async def _asks(
         route="chat" if isinstance(body, ChatRequest) else "completions",
     )
     return [ask(await _truncated(body, prompt_ids, service)) for prompt_ids in prompts]
+
+
+def _check_min_tokens(body: GenerationRequest) -> None:
+    must_call = isinstance(body, ChatRequest) and bool(body.required_tools)
+    if body.min_tokens and (must_call or body.grammar() is not None):
+        raise InvalidRequest(
+            f"min_tokens is {body.min_tokens}, and the structure or the required call that is asked for decides where"
+            " the answer ends; leave min_tokens out",
+            "min_tokens",
+        )
 
 
 async def _truncated(body: GenerationRequest, prompt_ids: list[int], service: GenerationService) -> list[int]:

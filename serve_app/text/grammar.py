@@ -7,6 +7,8 @@ bounds by itself what a grammar may cost, is under the MIT licence and needs no 
 
 import asyncio
 import json
+import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -20,6 +22,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine import InvalidRequest, QueueFull
 from serve_app.messages import Grammar, GrammarKind
+from serve_app.text.grammar_cost import check_cost
 
 MAX_KEPT = 64
 """Compiled grammars; with the limits below one takes a few megabytes at most."""
@@ -36,6 +39,11 @@ TRIED_TOKENS = 3
 """Of a trial output before a grammar is taken: some are too costly only after the first token."""
 WHITESPACE = r"[ \n]{0,32}"
 """Between the tokens of JSON: enough for any indentation, and no endless blanks from a model that knows no better."""
+_GBNF_RULE = re.compile(r"(?:^|[\r\n])[ \t]*[\w-]+[ \t]*::=")
+"""How rules are written in GBNF, as of llama.cpp and xgrammar; Lark has ":", and "::=" in strings only."""
+_GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*', re.DOTALL)
+"""A string, a class of characters or a comment: a quote in the last two begins no string."""
+_NUMBERED = re.compile(r"\\(?:u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})|x(?P<x>[0-9a-fA-F]{2})|.)", re.DOTALL)
 LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
 """Beside the library's own of what compiling (20 ms) and one mask (14 ms) may take: 40 MB of states."""
 
@@ -145,6 +153,7 @@ class GrammarCompiler:
         has_begun.set()
         tokenizer = self._library_tokenizer(grammar.param)
         try:
+            check_cost(grammar)
             matcher = LLMatcher(tokenizer, _in_library_terms(grammar), log_level=0, limits=LIMITS)
             trial = matcher.deep_copy()
             if not trial.is_error():
@@ -226,8 +235,24 @@ def _in_library_terms(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_lark("start: " + " | ".join(words))
     if grammar.kind is GrammarKind.LARK:
         return LLMatcher.grammar_from_lark(grammar.text)
-    # "::=" is how rules are written in GBNF, as of llama.cpp and xgrammar; Lark has ":".
-    return LLMatcher.grammar_from_lark(gbnf_to_lark(grammar.text) if "::=" in grammar.text else grammar.text)
+    is_gbnf = _GBNF_RULE.search(grammar.text) is not None
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(_plain_strings(grammar.text)) if is_gbnf else grammar.text)
+
+
+def _plain_strings(gbnf: str) -> str:
+    """Writes the characters of a GBNF text's strings as themselves where the converter's escapes are not Lark's."""
+    return _GBNF_TOKEN.sub(lambda token: _NUMBERED.sub(_character, token[0]) if token[0][0] == '"' else token[0], gbnf)
+
+
+def _character(escape: re.Match[str]) -> str:
+    digits = escape["u"] or escape["U"] or escape["x"]
+    if digits is None:
+        return escape[0]
+    code = int(digits, 16)
+    if code > sys.maxunicode or 0xD800 <= code < 0xE000:
+        raise ValueError(f"{escape[0]} is no character; write one up to \\U0010FFFF that is no half of a pair")
+    # Lark's strings are JSON's: no control character but as an escape.
+    return json.dumps(chr(code))[1:-1] if code < 0x20 or code in (0x22, 0x5C) else chr(code)
 
 
 def _digest(grammar: Grammar) -> bytes:

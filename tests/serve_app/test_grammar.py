@@ -155,6 +155,20 @@ async def test_grammars_come_as_gbnf_and_as_lark(finished: list[str], text: str)
             assert re.fullmatch(r"<[0-9][a-c]?(,[0-9][a-c]?)*>", answer), answer
 
 
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r'root ::= "\u00e9\U0001F600\x41\u0022\n\u000a\\u0041"', 'é😀A"\n\n\\u0041'),
+        ('root ::= a ["] "\\u0062" # it is "\\u0063\na ::=\n "a"', 'a"b'),
+        ('start: "say ::= x"', "say ::= x"),
+        ('start: a\na: "root ::= x"', "root ::= x"),
+    ],
+)
+async def test_strings_of_gbnf_and_lark_are_read_as_they_are_written(text: str, answer: str) -> None:
+    constraint = await COMPILERS["bytes"].constraint(Grammar(GrammarKind.EBNF, text, "structured_outputs"))
+    assert walk(constraint, TOKENIZERS["bytes"], random.Random(0)) == answer
+
+
 async def test_blanks_between_the_tokens_of_json_come_to_an_end() -> None:
     tokenizer = TOKENIZERS["bytes"]
     constraint = await COMPILERS["bytes"].constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA), "x"))
@@ -307,6 +321,75 @@ async def test_rules_that_lead_to_rules_by_the_thousand_end_no_process(
         assert walk(constraint, TOKENIZERS["bytes"], random.Random(0), most=20) == answer
     else:
         assert allowed(constraint, TOKENIZERS["bytes"])
+
+
+def steps(*values: float) -> dict[str, Any]:
+    fields = {f"p{i}": {"type": "number", "multipleOf": value} for i, value in enumerate(values)}
+    return {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.JSON_SCHEMA, json.dumps(steps(*[300_007] * 12)), "come to 3.60008e+06 in all; at most 100000"),
+        (GrammarKind.JSON_SCHEMA, json.dumps(steps(99_999.9)), "come to 999999 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"multipleOf": 1e400}', "come to 1e+09 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"items": {"anyOf": [{"multipleOf": 2}, {"multipleOf": 100001}]}}', "100003 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"$defs": {"properties": {"multipleOf": -200000}}}', "200000 in all"),
+        (GrammarKind.JSON_SCHEMA, '{"allOf": [{"multipleOf": 311}, {"multipleOf": 313}]}', "97343 as least common"),
+        (GrammarKind.EBNF, r'start: %json {"multipl\u0065Of": 200000}', "200000 in all"),
+        (GrammarKind.LARK, 'start: a | b\na: %json {"const": 1}\nb: %json {"multipleOf": 200000}', "200000 in all"),
+    ],
+)
+async def test_multiples_that_would_take_all_memory_are_refused(kind: GrammarKind, text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^x is refused: its values of multipleOf, without") as refusal:
+        await COMPILERS["bytes"].constraint(Grammar(kind, text, "x"))
+    assert message in str(refusal.value)
+
+
+PATTERNS = [{"type": "string", "pattern": f"x{i}.*y{i}"} for i in range(40)]
+CHAINED = json.dumps(
+    {
+        "$ref": "#/$defs/a0",
+        "$defs": {f"a{i}": {**one, "$ref": f"#/$defs/a{i + 1}"} for i, one in enumerate(PATTERNS[:30])}
+        | {"a30": PATTERNS[30]},
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        (GrammarKind.JSON_SCHEMA, json.dumps({"allOf": PATTERNS}), "40 patterns beside an allOf"),
+        (
+            GrammarKind.JSON_SCHEMA,
+            CHAINED,
+            "31 patterns",
+        ),
+        (GrammarKind.LARK, f"start: %json {CHAINED}", "31 patterns"),
+        (GrammarKind.EBNF, "start: A\nA: " + " & ".join(f"/.*x{i}.*y/" for i in range(22)), "by 21 signs of &"),
+    ],
+)
+async def test_patterns_that_would_take_hours_together_are_refused(kind: GrammarKind, text: str, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"^x is refused: it ") as refusal:
+        await COMPILERS["bytes"].constraint(Grammar(kind, text, "x"))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {f"p{i}": one for i, one in enumerate(PATTERNS)}},
+        {"anyOf": [{"type": "array", "items": one} for one in PATTERNS]},
+        steps(0.01, 0.5, 5, 60, 1000, 0.00001, 1e-9),
+        {"const": {"multipleOf": 300_007}},
+        {"enum": [{"multipleOf": 300_007}], "default": {"multipleOf": 300_007}},
+        {"type": "object", "properties": {"multipleOf": {"const": 300_007}}, "required": ["multipleOf"]},
+    ],
+)
+async def test_usual_multiples_are_taken_and_what_only_bears_the_name(schema: dict[str, Any]) -> None:
+    grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), "x")
+    assert allowed(await COMPILERS["bytes"].constraint(grammar), TOKENIZERS["bytes"])
 
 
 async def test_a_slow_grammar_holds_up_no_others() -> None:

@@ -72,6 +72,29 @@ async def test_answers_follow_what_was_asked_for_all_at_once(client: openai.Asyn
     jsonschema.validate(json.loads(choices[4].message.tool_calls[0].function.arguments), SCHEMA)
 
 
+@pytest.mark.parametrize("fields", [{"allowed_token_ids": [5]}, {"bad_words": ["y", "n"]}])
+async def test_settings_that_contradict_a_structure_are_the_requests_own_fault(
+    client: openai.AsyncOpenAI, fields: dict[str, Any]
+) -> None:
+    asked = {"extra_body": {"structured_outputs": {"choice": ["yes", "no"]}, **fields}}
+    with pytest.raises(openai.BadRequestError, match="allowed_token_ids, bad_words and logit_bias") as refusal:
+        await answer(client, asked)
+    assert (refusal.value.type, refusal.value.code) == ("invalid_request_error", "contradictory_settings")
+    with pytest.raises(openai.APIError, match="no token is left to choose") as told:
+        async for _ in await client.chat.completions.create(model="m", messages=MESSAGES, stream=True, **asked):
+            pass
+    assert (told.value.type, told.value.code) == ("invalid_request_error", "contradictory_settings")
+
+
+@pytest.mark.parametrize("fields", STRUCTURES)
+async def test_min_tokens_is_refused_where_a_structure_ends_the_answer(
+    client: openai.AsyncOpenAI, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="min_tokens is 8") as refusal:
+        await answer(client, {**fields, "extra_body": {**fields.get("extra_body", {}), "min_tokens": 8}})
+    assert refusal.value.param == "min_tokens"
+
+
 async def test_a_cut_answer_says_length(client: openai.AsyncOpenAI) -> None:
     choice = await answer(client, STRUCTURES[1], max_tokens=5)
     assert (len(choice.message.content), choice.finish_reason) == (5, "length")
