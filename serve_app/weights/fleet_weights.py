@@ -192,7 +192,9 @@ class FleetWeights:
             check_lease(lease_s)
         lease = self._leases.renew(lease_id, lease_s)
         if lease is None:
-            raise LeaseGone(f"pause {lease_id} is over, so the fleet generates; pause again")
+            is_still = bool(self._leases.listed())
+            state = "the fleet stands still for another pause alone" if is_still else "the fleet generates"
+            raise LeaseGone(f"pause {lease_id} is over, so {state}; pause again")
         # Who does not hear it hears it with the next heartbeat.
         await self._calls.tell("pause", self._leases.order(lease), timeout_s=self._settings.commit_timeout_s)
         return lease

@@ -643,7 +643,7 @@ def test_a_leased_pause_stops_all_and_ends_by_itself(fleet: SimulatedFleet) -> N
     assert [one.lease_id for one in fleet.loop.run(fleet.weights.status()).pauses] == [lease.lease_id]
     fleet.pass_time(7)
     assert_all_serve(fleet, 1)
-    with pytest.raises(LeaseGone, match="is over"):
+    with pytest.raises(LeaseGone, match="is over, so the fleet generates"):
         fleet.loop.run(fleet.weights.renew_pause(lease.lease_id))
 
 
@@ -651,6 +651,8 @@ def test_a_pause_ends_when_it_is_told_to_and_others_go_on(fleet: SimulatedFleet)
     assert fleet.weights is not None
     first, second = (fleet.loop.run(fleet.weights.pause(PauseRequest(50.0))) for _ in range(2))
     assert fleet.loop.run(fleet.weights.resume(first.lease_id)) == [first.lease_id]
+    with pytest.raises(LeaseGone, match="is over, so the fleet stands still for another pause alone"):
+        fleet.loop.run(fleet.weights.renew_pause(first.lease_id))
     fleet.pass_time(5)
     assert fleet.generating() == {}
     assert fleet.loop.run(fleet.weights.resume()) == [second.lease_id]
