@@ -621,6 +621,20 @@ def test_what_a_partial_swap_left_is_told_again_to_whoever_repeats_it(fleet: Sim
     assert first.unchanged == ["a"]
 
 
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_key_is_for_the_weights_that_it_brought_and_no_others(
+    fleet: SimulatedFleet, partial: bool, cast: bool
+) -> None:
+    first = swapped(fleet, "/1", partial=partial, cast=cast, idempotency_key="k")
+    for changed in ({"cast": not cast}, {"partial": not partial}):
+        with pytest.raises(SwapConflict, match=f"'k' brought version {first.version} from .*; use another"):
+            swapped(fleet, "/1", **{"partial": partial, "cast": cast, "idempotency_key": "k", **changed})
+    # How they are brought, and what they are called, is not what they are.
+    again = swapped(fleet, "/1", partial=partial, cast=cast, idempotency_key="k", label="again", verify=True)
+    assert again == first
+
+
 def test_a_version_may_not_lie_in_ever_more_folders(fleet: SimulatedFleet) -> None:
     assert fleet.weights is not None
     swap = SwapRequest(WeightSource(layers=tuple(f"/{i}" for i in range(65))))
