@@ -159,8 +159,8 @@ class SwapOptions:
     finish them first, or end them. finish_timeout_s: how long to wait for those that finish; None is the setting.
     strategy: synchronous (no two versions ever generate at once) or rolling, max_paused replicas at a time, and then
     on_failure: continue (a replica that fails is replaced) or rollback. verify: read the weights back afterwards.
-    wait_s: how long to wait for a swap that is under way. A request with the idempotency_key of a committed one gets
-    that one's result and changes nothing. requested_by says where the request came from.
+    wait_s: how long to wait for a swap that is under way. A request with the idempotency_key of a committed one for
+    the same weights gets that one's result and changes nothing. requested_by says where the request came from.
     """
 
     in_flight: str = "keep"
@@ -362,6 +362,8 @@ class CommittedVersion:
     """Of the file with the digest of each tensor."""
     asked: WeightSource | None = None
     """What a partial swap asked for; source is what it lies over, with it."""
+    is_cast_asked: bool = False
+    """Whether the partial swap asked for a cast itself; `cast` is also for what it lies over."""
     has_failed: bool = False
     """Whether its rolling swap failed, so that all went back to the weights of before."""
 

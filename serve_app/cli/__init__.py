@@ -35,6 +35,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+PAUSE_LEASE_S = 60.0
+"""Of a new pause, where nothing was said: long enough to look, and soon over where it is forgotten."""
+
 CacheDir = Annotated[Path, typer.Option(help="Folder of converted models, logs and the made-up admin key.")]
 Url = Annotated[str, typer.Option(help="Where the application listens.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
@@ -168,9 +171,14 @@ def status(
 
 @app.command()
 def pause(
-    lease_s: Annotated[float, typer.Option("--lease", help="Seconds until generation goes on by itself.")] = 60.0,
+    lease_s: Annotated[
+        float | None,
+        typer.Option("--lease", help="Seconds until generation goes on by itself; else 60, or as long as it was."),
+    ] = None,
     renew: Annotated[str | None, typer.Option(help="A lease to prolong, in place of a new pause.")] = None,
-    in_flight: Annotated[str, typer.Option(help="Running requests: keep, or finish them first.")] = "keep",
+    in_flight: Annotated[
+        str | None, typer.Option(help="Running requests of a new pause: keep, or finish them first; else keep.")
+    ] = None,
     url: Url = DEFAULT_URL,
     as_json: AsJson = False,
     admin_key: AdminKey = None,
@@ -180,7 +188,14 @@ def pause(
     """Have every replica stand still for a lease; requests wait meanwhile."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     if renew is None:
-        lease = api.pause({"lease_s": lease_s, "in_flight": in_flight})
+        lease = api.pause(
+            {
+                "lease_s": PAUSE_LEASE_S if lease_s is None else lease_s,
+                "in_flight": "keep" if in_flight is None else in_flight,
+            }
+        )
+    elif in_flight is not None:
+        raise CommandFailed("--in-flight is for a new pause; leave it out with --renew")
     else:
         lease = api.renew(renew, {"lease_s": lease_s})
     print_lease(lease, as_json=as_json)

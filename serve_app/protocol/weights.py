@@ -56,7 +56,8 @@ class OptionsBody(RequestModel):
     on_failure: of a replica in a rolling swap: continue (it is replaced) or rollback (all return).
     verify: read the weights back on every replica afterwards.
     wait_s: seconds to wait for a swap that is under way; 0 refuses at once.
-    idempotency_key: the same body sent again with it gives the first one's result.
+    idempotency_key: the same weights (source, partial and cast; or version) asked for again with it give the first
+    one's result, and others are refused.
     """
 
     in_flight: Literal["keep", "recompute", "finish", "abort"] = "keep"

@@ -192,7 +192,9 @@ class FleetWeights:
             check_lease(lease_s)
         lease = self._leases.renew(lease_id, lease_s)
         if lease is None:
-            raise LeaseGone(f"pause {lease_id} is over, so the fleet generates; pause again")
+            is_still = bool(self._leases.listed())
+            state = "the fleet stands still for another pause alone" if is_still else "the fleet generates"
+            raise LeaseGone(f"pause {lease_id} is over, so {state}; pause again")
         # Who does not hear it hears it with the next heartbeat.
         await self._calls.tell("pause", self._leases.order(lease), timeout_s=self._settings.commit_timeout_s)
         return lease
@@ -281,7 +283,11 @@ class FleetWeights:
             newest = self._history.newest
             changes = Changes(source.folders, newest.version, request.cast)
             version = replace(
-                version, source=_over(newest.source, source), cast=request.cast or newest.cast, asked=request.source
+                version,
+                source=_over(newest.source, source),
+                cast=request.cast or newest.cast,
+                asked=request.source,
+                is_cast_asked=request.cast,
             )
         order = replace(self._order(version, request, swap_id), changes=changes, probes=request.probes)
         try:
@@ -352,7 +358,10 @@ class FleetWeights:
         used = self._history.find_key(key)
         if used is not None:
             source = used.source or "the configured model"
-            raise SwapConflict(f"idempotency_key {key!r} brought version {used.version} from {source}; use another")
+            raise SwapConflict(
+                f"idempotency_key {key!r} brought version {used.version} from {source}; use another "
+                "where source, partial or cast differ"
+            )
 
     # Inside
 
@@ -448,5 +457,8 @@ def _is_of(known: CommittedVersion, request: SwapRequest | RollbackRequest) -> b
         return known.rollback_to is not None and request.version in (None, known.rollback_to)
     if known.rollback_to is not None or known.source is None:
         return False
-    asked = known.asked or known.source.as_asked
-    return asked == request.source and (known.asked is not None) == request.partial
+    if known.asked is not None:
+        asked = (known.asked, True, known.is_cast_asked)
+    else:
+        asked = (known.source.as_asked, False, known.cast)
+    return asked == (request.source, request.partial, request.cast)

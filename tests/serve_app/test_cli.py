@@ -352,17 +352,23 @@ def test_pause_renews_and_resumes_by_its_lease(
     with admin_server(200, lease) as (url, asked):
         assert run(monkeypatch, "pause", "--lease", 5, "--in-flight", "finish", "--url", url) == 0
         assert run(monkeypatch, "pause", "--renew", "l1", "--lease", 9, "--url", url) == 0
+        assert run(monkeypatch, "pause", "--url", url) == 0
+        assert run(monkeypatch, "pause", "--renew", "l1", "--url", url) == 0
         assert run(monkeypatch, "resume", "--lease-id", "l1", "--url", url) == 0
     assert [(one["path"], one["body"]) for one in asked] == [
         ("/admin/pause", {"lease_s": 5.0, "in_flight": "finish"}),
         ("/admin/pause/l1/renew", {"lease_s": 9.0}),
+        ("/admin/pause", {"lease_s": 60.0, "in_flight": "keep"}),
+        # As long as it was.
+        ("/admin/pause/l1/renew", {"lease_s": None}),
         ("/admin/resume", {"lease_id": "l1"}),
     ]
     assert capsys.readouterr().out.splitlines() == [
-        "2 replica(s) stand still for 5 s: lease l1",
-        "2 replica(s) stand still for 5 s: lease l1",
+        *["2 replica(s) stand still for 5 s: lease l1"] * 4,
         "ended 1 pause(s)",
     ]
+    assert run(monkeypatch, "pause", "--renew", "l1", "--in-flight", "keep") == 1
+    assert "--in-flight is for a new pause" in refusal(capsys)
 
 
 def test_drain_names_who_is_out_of_service_and_fails_where_requests_are_left(

@@ -621,6 +621,20 @@ def test_what_a_partial_swap_left_is_told_again_to_whoever_repeats_it(fleet: Sim
     assert first.unchanged == ["a"]
 
 
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_key_is_for_the_weights_that_it_brought_and_no_others(
+    fleet: SimulatedFleet, partial: bool, cast: bool
+) -> None:
+    first = swapped(fleet, "/1", partial=partial, cast=cast, idempotency_key="k")
+    for changed in ({"cast": not cast}, {"partial": not partial}):
+        with pytest.raises(SwapConflict, match=f"'k' brought version {first.version} from .*; use another"):
+            swapped(fleet, "/1", **{"partial": partial, "cast": cast, "idempotency_key": "k", **changed})
+    # How they are brought, and what they are called, is not what they are.
+    again = swapped(fleet, "/1", partial=partial, cast=cast, idempotency_key="k", label="again", verify=True)
+    assert again == first
+
+
 def test_a_version_may_not_lie_in_ever_more_folders(fleet: SimulatedFleet) -> None:
     assert fleet.weights is not None
     swap = SwapRequest(WeightSource(layers=tuple(f"/{i}" for i in range(65))))
@@ -643,7 +657,7 @@ def test_a_leased_pause_stops_all_and_ends_by_itself(fleet: SimulatedFleet) -> N
     assert [one.lease_id for one in fleet.loop.run(fleet.weights.status()).pauses] == [lease.lease_id]
     fleet.pass_time(7)
     assert_all_serve(fleet, 1)
-    with pytest.raises(LeaseGone, match="is over"):
+    with pytest.raises(LeaseGone, match="is over, so the fleet generates"):
         fleet.loop.run(fleet.weights.renew_pause(lease.lease_id))
 
 
@@ -651,6 +665,8 @@ def test_a_pause_ends_when_it_is_told_to_and_others_go_on(fleet: SimulatedFleet)
     assert fleet.weights is not None
     first, second = (fleet.loop.run(fleet.weights.pause(PauseRequest(50.0))) for _ in range(2))
     assert fleet.loop.run(fleet.weights.resume(first.lease_id)) == [first.lease_id]
+    with pytest.raises(LeaseGone, match="is over, so the fleet stands still for another pause alone"):
+        fleet.loop.run(fleet.weights.renew_pause(first.lease_id))
     fleet.pass_time(5)
     assert fleet.generating() == {}
     assert fleet.loop.run(fleet.weights.resume()) == [second.lease_id]
