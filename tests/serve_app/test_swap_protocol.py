@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
+from engine import InvalidRequest, NotFinished, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.controller import WeightController
 from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOrder, SwapReply, SwapRequest, WeightSource
-from serve_app.protocol.errors import LeaseGone, VersionUnavailable
+from serve_app.protocol.errors import LeaseGone, ReplicaGone, VersionUnavailable
 from serve_app.weights.swap_turn import SwapTurn
 from tests.serve_app.simulated_fleet import SETTINGS, FakeStaged, Replica, SimulatedFleet, committed_of
 from tests.serve_app.virtual_loop import VirtualLoop
@@ -96,11 +96,23 @@ def falls_silent_in(fleet: SimulatedFleet, phase: str, name: str) -> Callable[[s
 @pytest.mark.parametrize("phase", ["stage", "park", "vote"])
 def test_a_replica_that_falls_silent_before_the_commit_point_aborts_the_swap(fleet: SimulatedFleet, phase: str) -> None:
     fleet.before_call = falls_silent_in(fleet, phase, "r1")
-    assert f"did not {phase}" in refused(fleet, "/1")
+    with pytest.raises(ReplicaGone, match=rf"did not {phase}.*; try again"):
+        swapped(fleet, "/1")
     fleet.before_call = None
     assert sorted(fleet.generating()) == ["r0", "r2"]
     fleet.replicas["r1"].awake.set()
     fleet.pass_time(30)
+    assert_all_serve(fleet, 1)
+
+
+def test_requests_that_do_not_finish_in_time_refuse_a_swap_and_a_pause_by_name(fleet: SimulatedFleet) -> None:
+    fleet.replicas["r1"].engine.is_busy = True
+    assert fleet.weights is not None
+    with pytest.raises(NotFinished, match="replica r1: the running requests did not finish"):
+        swapped(fleet, "/1", in_flight="finish")
+    with pytest.raises(NotFinished, match="replica r1: the running requests did not finish"):
+        fleet.loop.run(fleet.weights.pause(PauseRequest(30.0, "finish")))
+    fleet.pass_time(3)
     assert_all_serve(fleet, 1)
 
 
