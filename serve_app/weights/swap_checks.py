@@ -1,9 +1,12 @@
 """What is refused of a swap before anything is done for it, by name."""
 
+import math
+from numbers import Real
 from pathlib import PurePath
 
 from engine import InvalidRequest, SwapConflict
 from serve_app.messages import MAX_WAIT_S, PauseRequest, Probes, RollbackRequest, SwapOptions, SwapRequest
+from serve_app.protocol.parsing import shorten
 
 MAX_LABEL_LENGTH = 1024
 """Characters of a label and of an idempotency key, which the history keeps."""
@@ -107,12 +110,29 @@ def _check_probes(probes: Probes) -> None:
         raise InvalidRequest(
             f"probes has a prompt of {min(lengths)} to {max(lengths)} ids; each needs 2 to {MAX_PROBE_LENGTH}", "probes"
         )
+    if not (_is_number(probes.max_abs_difference) and 0 <= probes.max_abs_difference < math.inf):
+        raise InvalidRequest(
+            f"probes.max_abs_difference is {shorten(probes.max_abs_difference)}; it must be a finite number, 0 or more",
+            "probes",
+        )
     if probes.reference is None:
         return
     if [len(row) for row in probes.reference] != [length - 1 for length in lengths]:
         raise InvalidRequest(
             "probes.reference does not fit its prompts; give one log-probability for each id after the first", "probes"
         )
+    for number, row in enumerate(probes.reference):
+        for value in row:
+            # No difference from one that is not finite is too large, so such a check would pass whatever it finds.
+            if not _is_number(value) or not math.isfinite(value):
+                raise InvalidRequest(
+                    f"probes.reference has {shorten(value)} for probe {number}; it must hold finite numbers", "probes"
+                )
+
+
+def _is_number(value: object) -> bool:
+    """Gives whether a value is a number, of numpy too; over a handle anything may come."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_text(**texts: object) -> None:

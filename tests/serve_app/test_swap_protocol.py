@@ -752,6 +752,13 @@ def test_a_pause_that_one_replica_cannot_keep_pauses_none(fleet: SimulatedFleet)
         ({"wait_s": math.nan}, "wait_s is nan"),
         ({"probes": Probes([[1]])}, "each needs 2 to"),
         ({"probes": Probes([[1, 2]], [[0.0, 0.0]])}, "does not fit its prompts"),
+        (
+            {"probes": Probes([[1, 2], [1, 2, 3]], [[0.0], [0.0, math.nan]], 0.1)},
+            "reference has nan for probe 1; it must",
+        ),
+        ({"probes": Probes([[1, 2, 3]], [[math.inf, 0.0]], 0.1)}, "reference has inf for probe 0; it must"),
+        ({"probes": Probes([[1, 2]], [[0.0]], math.nan)}, "max_abs_difference is nan; it must be a finite"),
+        ({"probes": Probes([[1, 2]], [[0.0]], -1.0)}, "max_abs_difference is -1.0; it must be a finite"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(
