@@ -120,7 +120,7 @@ class TwoPhaseSwap:
             await self._roll(version, running, previous)
         else:
             await self._commit_together(version, running, previous)
-        if running.options.verify:
+        if running.options.verify and running.participants:
             await self._verify(running)
         result = self._result(running, previous)
         await self._history.keep_result(result)

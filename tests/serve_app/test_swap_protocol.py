@@ -569,8 +569,9 @@ def test_without_a_replica_the_controller_checks_and_commits(fleet: SimulatedFle
         fleet.kill(name)
     fleet.pass_time(10)
     assert "there is no folder /nowhere" in refused(fleet, "/nowhere")
-    result = swapped(fleet, "/1")
+    result = swapped(fleet, "/1", verify=True)
     assert (result.version, result.replicas, result.lagging) == (2, [], [])
+    assert (result.verified, "verify" in result.phases_s) == ([], False), "nobody has read anything back"
     assert fleet.weights is not None
     assert fleet.loop.run(fleet.weights.rollback(RollbackRequest(1))).version == 3
     fleet.add()
