@@ -25,6 +25,7 @@ from serve_app.client.transport import (
 )
 from serve_app.messages import SessionRequest, SessionState, SwapResult
 from serve_app.protocol.errors import NoReplica, ReplicaLost, SwapSessionGone
+from serve_app.protocol.parsing import shorten
 from serve_app.router.handle_stream import call
 from serve_app.weights.tensor_pieces import NamedTensors, TensorPiece, cut_buckets
 
@@ -96,9 +97,13 @@ class Swap:
         if isinstance(objects, Mapping):
             await self.put(objects)
             return
-        references = [objects] if isinstance(objects, ObjectRef) else list(objects)
+        references: list[Any] = list(objects) if isinstance(objects, Iterable) else [objects]
         if not references or not all(isinstance(reference, ObjectRef) for reference in references):
-            raise InvalidRequest("the weights are none; give a folder, a dict of tensors, or references", "source")
+            raise InvalidRequest(
+                f"the weights are {shorten(objects) if references else 'none'}; give a folder, a dict of tensors, or"
+                " references",
+                "source",
+            )
         for reference in references:
             await self.flush()
             if self._result is None:

@@ -23,7 +23,7 @@ PitstopError                        engine.errors draws the engine's part of the
 ├── WeightVersionUnavailable        the least weight version asked for is not served yet
 └── WeightsError                    engine.errors
     ├── LeaseGone                   the pause to renew or end is over
-    ├── ReplicaGone                 a replica went away before it had answered to a swap or a pause
+    ├── ReplicaGone                 a replica went away, or was silent, before it had answered to a swap or a pause
     ├── RollingFailed               a replica failed in a rolling swap, and all went back
     ├── VersionUnavailable          the version to go back to is not in the history, or its weights are gone
     ├── SwapSessionGone             the swap session has ended, or its lease has
@@ -140,7 +140,7 @@ class LeaseGone(WeightsError):
 
 
 class ReplicaGone(WeightsError):
-    """A replica went away before it had answered to a swap or a pause; nothing has changed, and one may try again."""
+    """A replica went away or was silent before it had answered to a swap or a pause; nothing has changed, try again."""
 
 
 class RollingFailed(WeightsError):

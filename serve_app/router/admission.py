@@ -97,7 +97,7 @@ class Admission:
         """
         now = asyncio.get_running_loop().time()
         work = expected_work(request)
-        timeout_s = request.timeout_s or self._limits.request_timeout_s
+        timeout_s = self._limits.request_timeout_s if request.timeout_s is None else request.timeout_s
         turn = Turn(self, request, work.prefill_tokens + work.decode_tokens, now, now + timeout_s)
         prospect = self._prospect(request)
         self._refuse(self._verdict(turn, prospect, timeout_s))

@@ -7,14 +7,21 @@ from dataclasses import replace
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.router.admission import Admission, Turn
 from serve_app.router.resuming_stream import ResumingStream
+from serve_app.router.version_gate import VersionGate
 
 
 class AdmittedEvents:
-    """Opens the stream of a request when its turn has come; its time counts from its arrival."""
+    """Opens the stream of a request when its weights have come, and then its turn; its time counts from its arrival."""
 
     def __init__(
-        self, admission: Admission, request: GenerateRequest, open_stream: Callable[[GenerateRequest], ResumingStream]
+        self,
+        admission: Admission,
+        request: GenerateRequest,
+        open_stream: Callable[[GenerateRequest], ResumingStream],
+        *,
+        gate: VersionGate,
     ) -> None:
+        self._gate = gate
         self._admission = admission
         self._request = request
         self._open_stream = open_stream
@@ -25,12 +32,13 @@ class AdmittedEvents:
     async def __anext__(self) -> TokenEvent:
         """Gives the next event; before the first one raises what refuses the request."""
         if self._stream is None:
-            turn = self._turn = await self._admission.enter(self._request)
+            request = await self._gate.enter(self._request)
+            turn = self._turn = await self._admission.enter(request)
             if self._is_closed:
                 turn.leave()
                 raise StopAsyncIteration
             left_s = turn.deadline - asyncio.get_running_loop().time()
-            self._stream = self._open_stream(replace(self._request, timeout_s=max(0.0, left_s)))
+            self._stream = self._open_stream(replace(request, timeout_s=max(0.0, left_s)))
         event = await anext(self._stream)
         if self._turn is not None:
             self._turn.begin()

@@ -29,6 +29,7 @@ from serve_app.router.version_watch import FleetVersions, VersionWatch
 from serve_app.routing.request_routing import RequestRouting
 from serve_app.routing.state import find_routing
 from serve_app.settings import AppSettings
+from serve_app.weights.swap_checks import check_drain, check_pause, check_rollback, check_swap
 
 logger = logging.getLogger("ray.serve.pitstop")
 
@@ -52,7 +53,10 @@ class ModelLimits:
 
 
 class Fleet:
-    """Engine replicas and weight controller. Every call has a deadline and raises errors of the project only."""
+    """Engine replicas and weight controller. Every call has a deadline and raises errors of the project only.
+
+    Deadlines are reckoned from what a caller asks for, which is checked here first: over a handle anything may come.
+    """
 
     def __init__(
         self,
@@ -221,10 +225,12 @@ class Fleet:
 
         Raises SwapUnfinished where it goes on for longer than its deadlines allow.
         """
+        check_swap(request)
         return await self._changed(self._controller.swap.remote(request), request)
 
     async def rollback(self, request: RollbackRequest) -> SwapResult:
         """Brings an earlier version's weights back; raises as `swap`, and VersionUnavailable."""
+        check_rollback(request)
         return await self._changed(self._controller.rollback.remote(request), request)
 
     async def _changed(self, response: Any, options: SwapOptions) -> SwapResult:
@@ -247,6 +253,7 @@ class Fleet:
 
     async def pause(self, request: PauseRequest) -> PauseLease:
         """Has every replica stand still for a lease; raises WeightsError, with nobody paused, where one cannot."""
+        check_pause(request)
         timeout_s = request.lease_s + SWAP_MARGIN_S
         return await call(self._controller.pause.remote(request), timeout_s=timeout_s, whom="the weight controller")
 
@@ -262,6 +269,7 @@ class Fleet:
 
     async def drain(self, request: DrainRequest) -> DrainResult:
         """Has replicas hand their requests over and take no others; raises InvalidRequest for what cannot be."""
+        check_drain(request)
         timeout_s = request.timeout_s + SWAP_MARGIN_S
         return await call(self._controller.drain.remote(request), timeout_s=timeout_s, whom="the weight controller")
 

@@ -27,6 +27,7 @@ from serve_app.router.in_flight import InFlight
 from serve_app.router.request_observer import RequestObserver
 from serve_app.router.resuming_stream import ResumeMeter, ResumingStream
 from serve_app.router.tenants import Tenants
+from serve_app.router.version_gate import VersionGate
 from serve_app.router.version_meter import MeteredEvents, VersionMeter
 from serve_app.routing.prospect import Prospect
 from serve_app.settings import AppSettings
@@ -114,9 +115,11 @@ class GenerationService:
         self._observer = observer
         self.tenants = Tenants(settings.limits)
         self.in_flight = InFlight()
+        max_waiting = settings.limits.max_queued_requests * settings.replicas.max
+        self._gate = VersionGate(fleet, settings.limits, max_waiting=max_waiting)
         self.admission = Admission(
             settings.limits,
-            max_waiting=settings.limits.max_queued_requests * settings.replicas.max,
+            max_waiting=max_waiting,
             recorder=observer.recorder,
             prospect=self._prospect,
         )
@@ -167,7 +170,7 @@ class GenerationService:
             resume_version=None if ask.resume is None else ask.resume.version,
             timeout_s=ask.timeout_s,
         )
-        admitted = AdmittedEvents(self.admission, request, self._open)
+        admitted = AdmittedEvents(self.admission, request, self._open, gate=self._gate)
         return Generation(
             self._observer.observe(MeteredEvents(admitted, self._meter), request, route=ask.route),
             answers,

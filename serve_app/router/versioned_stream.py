@@ -7,6 +7,7 @@ from engine import FinishReason, PitstopError, WeightVersionGone
 from serve_app.messages import GenerateRequest, TokenEvent
 from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.router.fleet import Fleet
+from serve_app.router.version_gate import not_in_time
 from serve_app.router.version_watch import FleetVersions
 
 ROUTING_LAG_S = 2.0
@@ -105,7 +106,4 @@ class VersionedStream:
                 f"the answer so far is of weight version {latest}, which no replica serves any more; the committed"
                 f" weight version is {versions.committed}, ask again for an answer of that one"
             )
-        return WeightVersionUnavailable(
-            f"min_weight_version is {least} and the committed weight version is {versions.committed}; it did not come"
-            f" within {round(self._wait_s, 1):g} s, ask again after the swap"
-        )
+        return not_in_time(least, versions, wait_s=self._wait_s)

@@ -119,6 +119,15 @@ class RequestRouting:
         with self._lock:
             return self._sent_hits.pop(request_id, None)
 
+    def is_served(self, request: GenerateRequest) -> bool:
+        """Gives whether an open replica has told of weights that the request accepts."""
+        with self._lock:
+            return any(
+                request.accepts(self._version_of(name))
+                for name, report in self._reports.items()
+                if not report.get("is_fenced")
+            )
+
     def prospect(self, request: GenerateRequest) -> Prospect | None:
         """Gives what a request may expect; None while no replica is open that has told its speed."""
         with self._lock:

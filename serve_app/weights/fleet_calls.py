@@ -10,7 +10,18 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from engine import InvalidRequest, WeightsError, WeightsInvalid, WeightsSourceError
+from engine import (
+    EngineDead,
+    EngineStopped,
+    InvalidRequest,
+    NotFinished,
+    PitstopError,
+    SwapConflict,
+    WeightsError,
+    WeightsInvalid,
+    WeightsLost,
+    WeightsSourceError,
+)
 from serve_app.messages import PauseOrder, SwapOrder, SwapReply
 from serve_app.protocol.errors import ReplicaGone
 from serve_app.settings import WeightSettings
@@ -18,6 +29,15 @@ from serve_app.weights.replica_reports import ReplicaReports
 
 MISSING_PATIENCE = 3
 """Times `forget_after_s`: long enough for Ray to reach a new replica, and for a lost one to be forgotten."""
+
+REFUSALS: dict[str, type[PitstopError]] = {
+    **{kind.__name__: kind for kind in (InvalidRequest, WeightsSourceError, SwapConflict, NotFinished, WeightsLost)},
+    **dict.fromkeys((EngineStopped.__name__, EngineDead.__name__), ReplicaGone),
+}
+"""What a replica refuses with beside WeightsInvalid, which names a tensor; whatever else it met is a WeightsError.
+
+One whose engine does not run any more is gone for a swap, which raises WeightsError and its kinds.
+"""
 
 CallAll = Callable[..., Awaitable[list[Any]]]
 """Calls (method, argument, timeout_s=...) on every running replica and gives the answers, as `broadcast.call_all`."""
@@ -50,7 +70,7 @@ class FleetCalls:
     ) -> dict[str, SwapReply]:
         """Gives the replies of all running replicas, those that start meanwhile too; none where none runs.
 
-        Raises the first refusal as the error it was, and WeightsError where a replica that runs does not answer.
+        Raises the first refusal as the error it was, and ReplicaGone where a replica that runs does not answer.
         """
         swap_id = order.swap_id if isinstance(order, SwapOrder) else order.lease_id
         sending = _Sending(self._call_all, phase, order, swap_id, timeout_s)
@@ -63,13 +83,13 @@ class FleetCalls:
                 if not missing and sending.was_answered:
                     return replies
                 if sending.remaining_s <= 0:
-                    raise WeightsError(f"not every replica answered to {phase} within {timeout_s:g} s")
+                    raise ReplicaGone(f"not every replica answered to {phase} within {timeout_s:g} s; try again")
                 if sending.was_answered or not missing:
                     now = asyncio.get_running_loop().time()
                     patience_end = patience_end or now + self._patience_s
                     if now > patience_end:
                         who = f"replica {missing[0]} runs" if missing else "a replica runs"
-                        raise WeightsError(f"{who} but did not {phase} the weights; try again")
+                        raise ReplicaGone(f"{who} but did not {phase} the weights; try again")
                 await self._wait(sending)
         finally:
             sending.cancel()
@@ -168,10 +188,6 @@ def raise_refusals(answers: Iterable[SwapReply | BaseException]) -> None:
         if answer.ok:
             continue
         message = f"replica {answer.replica_id}: {answer.error}"
-        if answer.error_type == InvalidRequest.__name__:
-            raise InvalidRequest(message)
         if answer.error_type == WeightsInvalid.__name__:
             raise WeightsInvalid(message, tensor=answer.tensor)
-        if answer.error_type == WeightsSourceError.__name__:
-            raise WeightsSourceError(message)
-        raise WeightsError(message)
+        raise REFUSALS.get(answer.error_type or "", WeightsError)(message)

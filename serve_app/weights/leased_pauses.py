@@ -59,6 +59,7 @@ class LeasedPauses:
             self._manager.weight_version,
             ok=error is None,
             error=None if error is None else str(error),
+            error_type=None if error is None else type(error).__name__,
             swap_id=order.lease_id,
             phase="pause",
         )

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from engine import WeightsError, check_weights
+from engine import InvalidRequest, WeightsError, check_weights
 from serve_app.messages import StagedDetails, SwapOrder, WeightSource
 from serve_app.model_store import resolve_model
 from serve_app.settings import AppSettings
@@ -19,9 +19,18 @@ class CheckAlone:
         self._count_running = count_running
 
     async def __call__(self, order: SwapOrder) -> Checked | None:
-        """Gives what the source holds; None where replicas run, which have to stage it. Raises as staging does."""
+        """Gives what the source holds; None where replicas run, which have to stage it. Raises as staging does.
+
+        Raises InvalidRequest for probes, which only a replica can run.
+        """
         if await self._count_running() > 0:
             return None
+        if order.probes is not None:
+            # They run the model, for which the controller has neither the device nor the memory.
+            raise InvalidRequest(
+                "no replica runs, and probes need one: send a request first, which starts one, or leave probes out",
+                "probes",
+            )
         timeout_s = self._settings.weights.stage_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

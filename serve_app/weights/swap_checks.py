@@ -1,9 +1,22 @@
 """What is refused of a swap before anything is done for it, by name."""
 
+import math
+from numbers import Real
 from pathlib import PurePath
+from typing import TypeGuard
 
 from engine import InvalidRequest, SwapConflict
-from serve_app.messages import MAX_WAIT_S, PauseRequest, Probes, RollbackRequest, SwapOptions, SwapRequest
+from serve_app.messages import (
+    MAX_WAIT_S,
+    DrainRequest,
+    PauseRequest,
+    Probes,
+    RollbackRequest,
+    SwapOptions,
+    SwapRequest,
+    WeightSource,
+)
+from serve_app.protocol.parsing import shorten
 
 MAX_LABEL_LENGTH = 1024
 """Characters of a label and of an idempotency key, which the history keeps."""
@@ -29,6 +42,8 @@ def check_swap(request: SwapRequest) -> None:
     """Raises InvalidRequest for what came over a handle, where nobody has checked it."""
     check_how(request)
     source = request.source
+    if not isinstance(source, WeightSource):
+        raise InvalidRequest(f"source is {shorten(source)}; it must be a WeightSource", "source")
     _check_text(path=source.path, hub=source.hub, revision=source.revision)
     if source.hub is None and not source.folders:
         raise InvalidRequest("source names no folder; give one", "source")
@@ -44,6 +59,9 @@ def check_how(request: SwapRequest) -> None:
     """Raises InvalidRequest for what a swap asks for beside its source."""
     check_options(request)
     _check_text(label=request.label)
+    _check_flags(partial=request.partial, cast=request.cast)
+    if request.base_version is not None and type(request.base_version) is not int:
+        raise InvalidRequest(f"base_version is {shorten(request.base_version)}; it must be an integer", "base_version")
     if request.probes is not None:
         _check_probes(request.probes)
 
@@ -71,17 +89,20 @@ def check_options(options: SwapOptions) -> None:
         value = getattr(options, name)
         if value not in choices:
             raise InvalidRequest(f"{name} is {value!r}; it must be one of {', '.join(choices)}", name)
-    if options.max_paused < 1:
-        raise InvalidRequest(f"max_paused is {options.max_paused}; it must be at least 1", "max_paused")
+    _check_flags(verify=options.verify)
+    if type(options.max_paused) is not int or options.max_paused < 1:
+        raise InvalidRequest(
+            f"max_paused is {shorten(options.max_paused)}; it must be an integer, at least 1", "max_paused"
+        )
     if options.strategy != "rolling" and (options.max_paused, options.on_failure) != (1, "continue"):
         raise InvalidRequest("max_paused and on_failure are for strategy 'rolling' alone", "strategy")
     finish_s = options.finish_timeout_s
-    if finish_s is not None and not 0 < finish_s <= MAX_WAIT_S:
+    if finish_s is not None and not (_is_number(finish_s) and 0 < finish_s <= MAX_WAIT_S):
         raise InvalidRequest(
-            f"finish_timeout_s is {finish_s}; it must be above 0 and at most {MAX_WAIT_S:g}", "finish_timeout_s"
+            f"finish_timeout_s is {shorten(finish_s)}; it must be above 0 and at most {MAX_WAIT_S:g}",
+            "finish_timeout_s",
         )
-    if not 0 <= options.wait_s <= MAX_WAIT_S:
-        raise InvalidRequest(f"wait_s is {options.wait_s}; it must be 0 to {MAX_WAIT_S:g}", "wait_s")
+    _check_seconds(0.0, MAX_WAIT_S, wait_s=options.wait_s)
 
 
 def check_pause(request: PauseRequest) -> None:
@@ -95,11 +116,29 @@ def check_pause(request: PauseRequest) -> None:
 
 def check_lease(lease_s: float) -> None:
     """Raises InvalidRequest."""
-    if not MIN_LEASE_S <= lease_s <= MAX_LEASE_S:
-        raise InvalidRequest(f"lease_s is {lease_s}; it must be {MIN_LEASE_S:g} to {MAX_LEASE_S:g}", "lease_s")
+    _check_seconds(MIN_LEASE_S, MAX_LEASE_S, lease_s=lease_s)
+
+
+def check_drain(request: DrainRequest) -> None:
+    """Raises InvalidRequest."""
+    _check_seconds(0.0, MAX_WAIT_S, timeout_s=request.timeout_s)
+
+
+def _check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise InvalidRequest(f"{name} is {shorten(flag)}; it must be true or false", name)
+
+
+def _check_seconds(least: float, most: float, **times: object) -> None:
+    for name, seconds in times.items():
+        if not _is_number(seconds) or not least <= seconds <= most:
+            raise InvalidRequest(f"{name} is {shorten(seconds)}; it must be {least:g} to {most:g} seconds", name)
 
 
 def _check_probes(probes: Probes) -> None:
+    if not isinstance(probes, Probes):
+        raise InvalidRequest(f"probes is {shorten(probes)}; it must be Probes", "probes")
     lengths = [len(prompt) for prompt in probes.prompts]
     if not 1 <= len(lengths) <= MAX_PROBES:
         raise InvalidRequest(f"probes has {len(lengths)} prompts; give 1 to {MAX_PROBES}", "probes")
@@ -107,12 +146,29 @@ def _check_probes(probes: Probes) -> None:
         raise InvalidRequest(
             f"probes has a prompt of {min(lengths)} to {max(lengths)} ids; each needs 2 to {MAX_PROBE_LENGTH}", "probes"
         )
+    if not (_is_number(probes.max_abs_difference) and 0 <= probes.max_abs_difference < math.inf):
+        raise InvalidRequest(
+            f"probes.max_abs_difference is {shorten(probes.max_abs_difference)}; it must be a finite number, 0 or more",
+            "probes",
+        )
     if probes.reference is None:
         return
     if [len(row) for row in probes.reference] != [length - 1 for length in lengths]:
         raise InvalidRequest(
             "probes.reference does not fit its prompts; give one log-probability for each id after the first", "probes"
         )
+    for number, row in enumerate(probes.reference):
+        for value in row:
+            # No difference from one that is not finite is too large, so such a check would pass whatever it finds.
+            if not _is_number(value) or not math.isfinite(value):
+                raise InvalidRequest(
+                    f"probes.reference has {shorten(value)} for probe {number}; it must hold finite numbers", "probes"
+                )
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    """Gives whether a value is a number, of numpy too; over a handle anything may come."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _check_text(**texts: object) -> None:

@@ -17,7 +17,7 @@ from serve_app.messages import SessionRequest, SessionState, SwapRequest, SwapRe
 from serve_app.protocol.errors import SwapSessionGone
 from serve_app.weights.history import WeightHistory
 from serve_app.weights.store import FolderWriter, WeightStore
-from serve_app.weights.swap_checks import check_base, check_how
+from serve_app.weights.swap_checks import check_base, check_how, check_lease
 from serve_app.weights.tensor_pieces import TensorPiece
 
 logger = logging.getLogger("ray.serve.pitstop")
@@ -26,7 +26,6 @@ MAX_OPEN_SESSIONS = 4
 """A fleet has one trainer, or few that take turns; each session holds disk."""
 MAX_LAYERS = 8
 """Folders that the weights of a version lie in, the first of them whole or over the configured model."""
-LEASE_LIMITS_S = (1.0, 3600.0)
 KEPT_ENDED, KEPT_ENDED_S = 64, 600.0
 """How many ended sessions are remembered, and how long, so that a call whose answer was lost can be sent again."""
 
@@ -195,9 +194,7 @@ class SwapSessions:
     async def _open_new(self, request: SessionRequest) -> SessionState:
         if (known := self._known(request)) is not None:
             return SessionState(request.session_id, result=known)
-        shortest, longest = LEASE_LIMITS_S
-        if not shortest <= request.lease_s <= longest:
-            raise InvalidRequest(f"lease_s is {request.lease_s}; it must be {shortest:g} to {longest:g}", "lease_s")
+        check_lease(request.lease_s)
         check_how(request.swap)
         await self.expire()
         await self.prune()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from engine import NotFinished, PitstopError, WeightsError, WeightsInvalid
 from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, SwapOrder, SwapReply, SwapResult
-from serve_app.protocol.errors import ManifestError, RollingFailed
+from serve_app.protocol.errors import ManifestError, ReplicaGone, RollingFailed
 from serve_app.settings import WeightSettings
 from serve_app.weights.checks import check_digest
 from serve_app.weights.fleet_calls import FleetCalls, raise_refusals
@@ -120,7 +120,7 @@ class TwoPhaseSwap:
             await self._roll(version, running, previous)
         else:
             await self._commit_together(version, running, previous)
-        if running.options.verify:
+        if running.options.verify and running.participants:
             await self._verify(running)
         result = self._result(running, previous)
         await self._history.keep_result(result)
@@ -167,8 +167,8 @@ class TwoPhaseSwap:
                     return answer
             # One that is silent withholds the answers of all; one that is slow has another attempt.
             if silent := sorted(running.participants - self._reports.names()):
-                raise WeightsError(f"replica {silent[0]} staged the weights but is silent since; try again")
-        raise WeightsError(f"replica {name} staged the weights but did not say what they are; try again")
+                raise ReplicaGone(f"replica {silent[0]} staged the weights but is silent since; try again")
+        raise ReplicaGone(f"replica {name} staged the weights but did not say what they are; try again")
 
     # Synchronous
 
@@ -197,12 +197,12 @@ class TwoPhaseSwap:
         running.paused_s = max((reply.paused_s for reply in replies.values()), default=_clock() - parked_at)
 
     async def _ask_all(self, phase: str, running: _Running, *, timeout_s: float) -> None:
-        """Raises the first refusal, and WeightsError where a replica does not answer."""
+        """Raises the first refusal, and ReplicaGone where a replica does not answer."""
         names = running.participants
         replies = await self._calls.ask(phase, running.order, names, timeout_s=timeout_s)
         raise_refusals(replies.values())
         if missing := sorted(names - replies.keys()):
-            raise WeightsError(f"replica {missing[0]} staged the weights but did not {phase}; try again")
+            raise ReplicaGone(f"replica {missing[0]} staged the weights but did not {phase}; try again")
 
     async def _take_back(self, running: _Running, replies: dict[str, SwapReply]) -> None:
         """Raises the first refusal, with the version before committed again.

@@ -83,8 +83,10 @@ class FakeEngine:
         content = (self.content | found) if partial else found
         return FakeStaged(content, [name for name in content if name not in found])
 
-    def park(self, **_: Any) -> FakePark:
+    def park(self, *, in_flight: str, **_: Any) -> FakePark:
         self._may("park")
+        if self.is_busy and in_flight == "finish":
+            raise NotFinished("the running requests did not finish")
         return FakePark(self)
 
     def commit_weights(self, staged: FakeStaged, *, version: int, in_flight: str, **_: Any) -> float:

@@ -15,6 +15,7 @@ from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.protocol.errors import DeadlineExceeded, DeadlineTooShort, LineFull, TooLate
 from serve_app.router.admission import Admission, Turn
 from serve_app.router.admitted_events import AdmittedEvents
+from serve_app.router.version_gate import VersionGate
 from serve_app.routing.prospect import Prospect
 from serve_app.settings import LimitSettings
 from tests.serve_app.virtual_loop import VirtualLoop
@@ -228,7 +229,9 @@ async def test_a_stream_is_opened_when_its_turn_comes_with_the_time_that_is_left
         opened.append(request)
         return Events()
 
-    events = AdmittedEvents(line.admission, ask(timeout_s=8.0), open_events)
+    nobody: Any = None
+    gate = VersionGate(nobody, LimitSettings(), max_waiting=0)
+    events = AdmittedEvents(line.admission, ask(timeout_s=8.0), open_events, gate=gate)
     first = asyncio.ensure_future(anext(events))
     await asyncio.sleep(3)
     assert opened == []
@@ -237,7 +240,7 @@ async def test_a_stream_is_opened_when_its_turn_comes_with_the_time_that_is_left
     assert opened[0].timeout_s == pytest.approx(5.0, abs=0.01)
     assert line.admission.num_waiting == 3
     events.close()
-    left = AdmittedEvents(line.admission, ask(), open_events)
+    left = AdmittedEvents(line.admission, ask(), open_events, gate=gate)
     for turn in sent[1:]:
         turn.leave()
     left.close()

@@ -137,6 +137,14 @@ async def test_a_tensor_that_cannot_be_sent_aborts(controller: Controller) -> No
     assert controller.fleet.left() == []
 
 
+@pytest.mark.parametrize(("weights", "held"), [(5, "5"), (None, "None"), ([1, 2], r"\[1, 2\]"), ([], "none")])
+async def test_what_holds_no_weights_is_refused_and_aborts(controller: Controller, weights: Any, held: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"the weights are {held}; give a folder"):
+        async with swap(controller) as one:
+            await one.put_objects(weights)
+    assert controller.fleet.left() == []
+
+
 async def test_a_trainer_that_thinks_keeps_its_lease(controller: Controller) -> None:
     async with swap(controller, lease_s=1.0) as one:
         async with asyncio.timeout(10):

@@ -1,12 +1,23 @@
 """The deadlines of the router's calls, in virtual time."""
 
 import asyncio
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from serve_app.messages import CommittedWeights, FleetStatus, ReplicaReport, SwapRequest, WeightSource
+from engine import InvalidRequest
+from serve_app.messages import (
+    CommittedWeights,
+    DrainRequest,
+    FleetStatus,
+    PauseRequest,
+    ReplicaReport,
+    RollbackRequest,
+    SwapRequest,
+    WeightSource,
+)
 from serve_app.protocol.errors import NoReplica, SwapUnfinished
 from serve_app.router.fleet import SWAP_MARGIN_S, Fleet
 from serve_app.settings import AppSettings
@@ -40,6 +51,8 @@ class NoEngine:
         return self
 
 
+TEXT: Any = "60"
+NOTHING: Any = None
 ONE_RUN_S = 600 + 300 + 4 * 60
 
 
@@ -63,6 +76,31 @@ def test_a_swap_has_the_time_that_its_parts_may_take_and_is_said_to_go_on_after_
     with pytest.raises(SwapUnfinished, match="goes on; GET /admin/weights says"):
         loop.run(fleet.swap(request_))
     assert loop.time() == pytest.approx(expected_s + SWAP_MARGIN_S, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("method", "request_", "name"),
+    [
+        ("swap", SwapRequest(WeightSource("/w"), max_paused=NOTHING), "max_paused"),
+        ("swap", SwapRequest(WeightSource("/w"), wait_s=TEXT), "wait_s"),
+        ("swap", SwapRequest(WeightSource("/w"), finish_timeout_s=TEXT), "finish_timeout_s"),
+        ("swap", SwapRequest(TEXT), "source"),
+        ("rollback", RollbackRequest(wait_s=math.nan), "wait_s"),
+        ("rollback", RollbackRequest(TEXT), "version"),
+        ("pause", PauseRequest(math.nan), "lease_s"),
+        ("pause", PauseRequest(TEXT), "lease_s"),
+        ("drain", DrainRequest(replica_ids=("r0",), timeout_s=NOTHING), "timeout_s"),
+    ],
+)
+def test_what_a_handle_brings_is_checked_before_a_deadline_is_made_of_it(
+    loop: VirtualLoop, method: str, request_: object, name: str
+) -> None:
+    nobody: Any = None
+    engine: Any = NoEngine()
+    fleet = Fleet(AppSettings(model="/m"), engine=engine, controller=nobody, routers=nobody)
+    with pytest.raises(InvalidRequest, match=f"{name} is .*; it must be") as caught:
+        loop.run(getattr(fleet, method)(request_))
+    assert caught.value.param == name
 
 
 class Engine(NoEngine):

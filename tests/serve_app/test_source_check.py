@@ -5,8 +5,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine import ContinuousBatchingConfig, WeightsInvalid, WeightsSourceError, init_continuous_batching, load_model
-from serve_app.messages import Changes, SwapOrder, WeightSource
+from engine import (
+    ContinuousBatchingConfig,
+    InvalidRequest,
+    WeightsInvalid,
+    WeightsSourceError,
+    init_continuous_batching,
+    load_model,
+)
+from serve_app.messages import Changes, Probes, SwapOrder, WeightSource
 from serve_app.settings import AppSettings
 from serve_app.weights.source_check import CheckAlone
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
@@ -79,6 +86,16 @@ async def test_what_a_replica_would_refuse_the_controller_refuses(base: str, tmp
     faulty = changed_weights(base, tmp_path / "faulty", change="non-finite")
     with pytest.raises(WeightsInvalid, match=r"mlp\.down_proj\.weight"):
         await checker(base)(SwapOrder("s", 2, WeightSource(faulty)))
+
+
+async def test_probes_are_refused_where_no_replica_can_run_them_before_anything_is_read(
+    base: str, tmp_path: Path
+) -> None:
+    order = SwapOrder("s", 2, WeightSource(str(tmp_path / "nowhere")), probes=Probes([[1, 2]], [[-9.0]], 0.1))
+    with pytest.raises(InvalidRequest, match="no replica runs, and probes need one: send a request first") as caught:
+        await checker(base)(order)
+    assert caught.value.param == "probes"
+    assert await checker(base, num_running=1)(order) is None
 
 
 async def test_where_a_replica_runs_the_check_is_left_to_it(base: str, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine import InvalidRequest, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
+from engine import InvalidRequest, NotFinished, SwapConflict, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.controller import WeightController
 from serve_app.messages import PauseRequest, Probes, RollbackRequest, SwapOrder, SwapReply, SwapRequest, WeightSource
-from serve_app.protocol.errors import LeaseGone, RollingFailed, VersionUnavailable
+from serve_app.protocol.errors import LeaseGone, ReplicaGone, RollingFailed, VersionUnavailable
 from serve_app.weights.swap_turn import SwapTurn
 from tests.serve_app.simulated_fleet import SETTINGS, FakeStaged, Replica, SimulatedFleet, committed_of
 from tests.serve_app.virtual_loop import VirtualLoop
@@ -96,11 +96,23 @@ def falls_silent_in(fleet: SimulatedFleet, phase: str, name: str) -> Callable[[s
 @pytest.mark.parametrize("phase", ["stage", "park", "vote"])
 def test_a_replica_that_falls_silent_before_the_commit_point_aborts_the_swap(fleet: SimulatedFleet, phase: str) -> None:
     fleet.before_call = falls_silent_in(fleet, phase, "r1")
-    assert f"did not {phase}" in refused(fleet, "/1")
+    with pytest.raises(ReplicaGone, match=rf"did not {phase}.*; try again"):
+        swapped(fleet, "/1")
     fleet.before_call = None
     assert sorted(fleet.generating()) == ["r0", "r2"]
     fleet.replicas["r1"].awake.set()
     fleet.pass_time(30)
+    assert_all_serve(fleet, 1)
+
+
+def test_requests_that_do_not_finish_in_time_refuse_a_swap_and_a_pause_by_name(fleet: SimulatedFleet) -> None:
+    fleet.replicas["r1"].engine.is_busy = True
+    assert fleet.weights is not None
+    with pytest.raises(NotFinished, match="replica r1: the running requests did not finish"):
+        swapped(fleet, "/1", in_flight="finish")
+    with pytest.raises(NotFinished, match="replica r1: the running requests did not finish"):
+        fleet.loop.run(fleet.weights.pause(PauseRequest(30.0, "finish")))
+    fleet.pass_time(3)
     assert_all_serve(fleet, 1)
 
 
@@ -576,8 +588,9 @@ def test_without_a_replica_the_controller_checks_and_commits(fleet: SimulatedFle
         fleet.kill(name)
     fleet.pass_time(10)
     assert "there is no folder /nowhere" in refused(fleet, "/nowhere")
-    result = swapped(fleet, "/1")
+    result = swapped(fleet, "/1", verify=True)
     assert (result.version, result.replicas, result.lagging) == (2, [], [])
+    assert (result.verified, "verify" in result.phases_s) == ([], False), "nobody has read anything back"
     assert fleet.weights is not None
     assert fleet.loop.run(fleet.weights.rollback(RollbackRequest(1))).version == 3
     fleet.add()
@@ -773,8 +786,23 @@ def test_a_pause_that_one_replica_cannot_keep_pauses_none(fleet: SimulatedFleet)
         ({"finish_timeout_s": math.inf}, "finish_timeout_s is inf; it must be above 0 and at most 3600"),
         ({"wait_s": -1.0}, "wait_s is -1.0; it must be 0 to 3600"),
         ({"wait_s": math.nan}, "wait_s is nan"),
+        ({"wait_s": "5"}, "wait_s is '5'; it must be 0 to 3600 seconds"),
+        ({"finish_timeout_s": "5"}, "finish_timeout_s is '5'; it must be above 0"),
+        ({"max_paused": None}, "max_paused is None; it must be an integer, at least 1"),
+        ({"verify": "yes"}, "verify is 'yes'; it must be true or false"),
+        ({"partial": None}, "partial is None; it must be true or false"),
+        ({"cast": 1}, "cast is 1; it must be true or false"),
+        ({"base_version": "1"}, "base_version is '1'; it must be an integer"),
+        ({"probes": [[1, 2]]}, r"probes is \[\[1, 2\]\]; it must be Probes"),
         ({"probes": Probes([[1]])}, "each needs 2 to"),
         ({"probes": Probes([[1, 2]], [[0.0, 0.0]])}, "does not fit its prompts"),
+        (
+            {"probes": Probes([[1, 2], [1, 2, 3]], [[0.0], [0.0, math.nan]], 0.1)},
+            "reference has nan for probe 1; it must",
+        ),
+        ({"probes": Probes([[1, 2, 3]], [[math.inf, 0.0]], 0.1)}, "reference has inf for probe 0; it must"),
+        ({"probes": Probes([[1, 2]], [[0.0]], math.nan)}, "max_abs_difference is nan; it must be a finite"),
+        ({"probes": Probes([[1, 2]], [[0.0]], -1.0)}, "max_abs_difference is -1.0; it must be a finite"),
     ],
 )
 def test_an_option_that_cannot_be_honoured_is_refused(
