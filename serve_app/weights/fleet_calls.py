@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from engine import InvalidRequest, WeightsError, WeightsInvalid, WeightsSourceError
+from engine import InvalidRequest, NotFinished, WeightsError, WeightsInvalid, WeightsSourceError
 from serve_app.messages import PauseOrder, SwapOrder, SwapReply
 from serve_app.protocol.errors import ReplicaGone
 from serve_app.settings import WeightSettings
@@ -174,4 +174,6 @@ def raise_refusals(answers: Iterable[SwapReply | BaseException]) -> None:
             raise WeightsInvalid(message, tensor=answer.tensor)
         if answer.error_type == WeightsSourceError.__name__:
             raise WeightsSourceError(message)
+        if answer.error_type == NotFinished.__name__:
+            raise NotFinished(message)
         raise WeightsError(message)
