@@ -32,6 +32,7 @@ from engine.live_weights import ParkedLoop
 from engine.manager import ContinuousBatchingManager
 from engine.metrics import EngineStats
 from engine.model import check_model, check_supported, load_model
+from engine.patience import Patience
 from engine.rendezvous import RankPlace, join_ranks, open_meeting
 from engine.request import (
     NOTHING_LEFT,
@@ -64,6 +65,7 @@ __all__ = [
     "InvalidRequest",
     "NotFinished",
     "ParkedLoop",
+    "Patience",
     "PitstopError",
     "QueueFull",
     "RankPlace",

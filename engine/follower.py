@@ -10,6 +10,7 @@ from engine.errors import EngineDead, EngineStopped
 from engine.loop import Hold, StopMode
 from engine.metrics import EngineStats
 from engine.parallel import RankGroup, Verb
+from engine.patience import Patience
 from engine.plan import StepRunner
 from engine.rank_weights import RankWeights
 
@@ -87,7 +88,13 @@ class FollowerLoop:
     def fail(self, error: BaseException) -> None:
         """A rank ends when the driver does."""
 
-    def acquire_pause(self, timeout_s: float | None = None, *, hold: Hold | None = None) -> None:  # noqa: ARG002
+    def acquire_pause(
+        self,
+        timeout_s: float | None = None,  # noqa: ARG002
+        *,
+        hold: Hold | None = None,  # noqa: ARG002
+        patience: Patience | None = None,  # noqa: ARG002
+    ) -> None:
         """Returns once the driver has parked all ranks; raises EngineStopped when it does not in time."""
         deadline = monotonic() + self._ranks.timeout_s
         with self._wake:

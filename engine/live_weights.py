@@ -18,6 +18,7 @@ from engine.openmp import alone
 from engine.pacing import Pace
 from engine.packed_weights import PackedWeights
 from engine.parallel import RankGroup
+from engine.patience import Patience
 from engine.probing import probe
 from engine.rank_weights import digests_on_ranks, stage_on_ranks
 from engine.room import Room
@@ -59,7 +60,9 @@ class ParkableLoop(Protocol):
     @property
     def is_generating(self) -> bool: ...
 
-    def acquire_pause(self, timeout_s: float | None = None, *, hold: Hold | None = None) -> None: ...
+    def acquire_pause(
+        self, timeout_s: float | None = None, *, hold: Hold | None = None, patience: Patience | None = None
+    ) -> None: ...
 
     def release_pause(self, *, hold: Hold | None = None) -> None: ...
 
@@ -154,14 +157,16 @@ class LiveWeights:
         with alone():
             return self._changes.read(run) if staged.unchanged else run()
 
-    def park(self, *, timeout_s: float | None, in_flight: str, pinned: str) -> "ParkedLoop":
+    def park(
+        self, *, timeout_s: float | None, in_flight: str, pinned: str, patience: Patience | None = None
+    ) -> "ParkedLoop":
         """As the manager's `park`."""
         _check_choice("in_flight", in_flight, IN_FLIGHT_CHOICES)
         _check_choice("pinned", pinned, PINNED_CHOICES)
         self._raise_if_no_driver()
         hold = Hold(is_for_all=in_flight == "finish") if "finish" in (in_flight, pinned) else None
         loop = self.loop
-        loop.acquire_pause(timeout_s, hold=hold)
+        loop.acquire_pause(timeout_s, hold=hold, patience=patience)
         parked = ParkedLoop(self, loop, hold, in_flight)
         with self._lock:
             self._parks.append(parked)

@@ -17,6 +17,7 @@ from engine.active_request import ActiveRequest
 from engine.errors import DuplicateRequest, EngineDead, EngineStopped, NotFinished, QueueFull, WeightsError
 from engine.metrics import EngineStats
 from engine.outbox import Outbox
+from engine.patience import Patience
 from engine.plan import StepHandle, StepPlan, StepRunner
 from engine.request import FinishReason, RequestStatus
 from engine.scheduler import Scheduler
@@ -206,13 +207,17 @@ class GenerationLoop:
         if started is not None and perf_counter() - started > HANG_S:
             raise EngineDead(f"a step has been running for {perf_counter() - started:.0f} s")
 
-    def acquire_pause(self, timeout_s: float | None = None, *, hold: Hold | None = None) -> None:
+    def acquire_pause(
+        self, timeout_s: float | None = None, *, hold: Hold | None = None, patience: Patience | None = None
+    ) -> None:
         """Returns once the loop is parked between two steps; with a hold, when who has begun has finished as well.
 
-        Raises EngineStopped when it does not run or ends meanwhile, and WeightsError after `timeout_s`; then nothing is
-        held any more.
+        Raises EngineStopped when it does not run or ends meanwhile, and WeightsError after `timeout_s` and at the end
+        of `patience`; then nothing is held any more.
         """
+        patience = patience or Patience()
         with self._wake:
+            patience.begin(self._wake)
             if not self.is_running:
                 raise EngineStopped("pause() needs a running manager; call start() first")
             if hold is None:
@@ -223,10 +228,15 @@ class GenerationLoop:
                 if self._is_parked:  # as the thread would when it goes on: the caller may be who holds it
                     self._apply_holds()
             self._wake.notify_all()
-            in_time = self._wake.wait_for(lambda: self._is_parked_for(hold) or self._is_over_for(hold), timeout_s)
+            in_time = self._wake.wait_for(
+                lambda: self._is_parked_for(hold) or self._is_over_for(hold) or patience.is_over, timeout_s
+            )
             if self._is_parked_for(hold):
                 return
+            is_over = self._is_over_for(hold)
             self.release_pause(hold=hold)
+        if in_time and not is_over:
+            raise WeightsError("the wait for a pause was given up before it had begun, so nothing was changed")
         if in_time:
             raise EngineStopped("the manager stopped before it could pause")
         raise _lateness(hold, timeout_s)

@@ -31,6 +31,7 @@ from engine.openmp import release_helpers
 from engine.outbox import Outbox
 from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, disable_graph_mixing, rank_group_of
+from engine.patience import Patience
 from engine.profiling import measured_step_bytes
 from engine.rank_weights import RankWeights
 from engine.request import GenerationOutput, SamplingParams, WorkloadHints
@@ -451,18 +452,25 @@ class ContinuousBatchingManager:
         """
         return self._weights.probe(staged, [self._factory.checked_prompt(prompt) for prompt in prompts])
 
-    def park(self, *, timeout_s: float | None = None, in_flight: str = "keep", pinned: str = "finish") -> ParkedLoop:
+    def park(
+        self,
+        *,
+        timeout_s: float | None = None,
+        in_flight: str = "keep",
+        pinned: str = "finish",
+        patience: Patience | None = None,
+    ) -> ParkedLoop:
         """Holds the loop between two steps, across calls and threads, until `resume()` of what it gives.
 
         in_flight: "finish" lets requests that have begun finish first, while those that wait are held back; else they
         stay as they are, and the commit deals with them. pinned: "finish" does so with the requests pinned to a weight
         version, "end" leaves them to the commit, which ends them. timeout_s bounds all of this waiting: WeightsError is
-        raised, and nothing is held. On tensor parallel ranks the driver parks all. Raises EngineStopped when the
-        manager does not run; `stop()` ends a park.
+        raised, and nothing is held; so it is when another thread ends `patience` meanwhile. On tensor parallel ranks
+        the driver parks all. Raises EngineStopped when the manager does not run; `stop()` ends a park.
         """
         if getattr(self._pauses_of_thread, "count", 0) > 0:
             timeout_s = 0.0  # whatever does not stand still already never will while this thread waits
-        return self._weights.park(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned)
+        return self._weights.park(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned, patience=patience)
 
     def commit_weights(
         self,

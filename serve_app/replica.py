@@ -84,13 +84,14 @@ class EngineReplica:
             end_ids=self._manager.eos_token_ids,
         )
         self._meter = LoadMeter(settings.autoscaling)
+        self._pauses = LeasedPauses(self._manager, replica_id=self._replica_id)
         self._follower = WeightFollower(
             self._manager,
+            self._pauses,
             replica_id=self._replica_id,
             base_path=path,
             undo_folder=settings.weights.undo_folder,
         )
-        self._pauses = LeasedPauses(self._manager, replica_id=self._replica_id)
         calls = _calls_of(controller, self._replica_id)
         self._member = FleetMember(self._follower, self._pauses, controller=calls, report=self.report)
         await self._join()

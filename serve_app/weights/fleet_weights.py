@@ -48,6 +48,7 @@ logger = logging.getLogger("ray.serve.pitstop")
 
 RECOVERY_TIMEOUT_S = 10.0
 """For the reports of running replicas after a restart; ten heartbeats."""
+ENDED_EARLY = "the pause was ended by a resume before every replica stood still, so the fleet generates; pause again"
 SWAP_OUTCOMES = ("committed", "refused", "conflict", "rolled_back")
 
 CountRunning = Callable[[], Awaitable[int]]
@@ -169,18 +170,25 @@ class FleetWeights:
         return await self._carry_out(request)
 
     async def pause(self, request: PauseRequest) -> PauseLease:
-        """Has every replica stand still until the lease ends; gives it once all do, or raises and pauses none."""
+        """Has every replica stand still until the lease ends; gives it once all do, or raises and pauses none.
+
+        Raises LeaseGone where the lease is over before, or `resume` has ended it.
+        """
         await self._recover()
         check_pause(request)
         lease = self._leases.grant(request)
         try:
             order = self._leases.order(lease)
             replies = await self._calls.ask_everyone("pause", order, timeout_s=request.lease_s)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, WeightsError) and self._leases.was_ended(lease.lease_id):
+                raise LeaseGone(ENDED_EARLY) from error
             # Also where the caller has gone: nobody else could end it.
             await run_uninterrupted(self._end_pauses((lease.lease_id,)))
             raise
         kept = self._leases.note_parked(lease.lease_id, sorted(replies))
+        if kept is None and self._leases.was_ended(lease.lease_id):
+            raise LeaseGone(ENDED_EARLY)
         if kept is None:
             raise LeaseGone(f"the pause took longer than its lease of {lease.lease_s:g} s; ask for a longer one")
         return kept

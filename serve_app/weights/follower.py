@@ -11,7 +11,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 
-from engine import ContinuousBatchingManager, NotFinished, PitstopError, StagedWeights, WeightsError, WeightsInvalid
+from engine import (
+    ContinuousBatchingManager,
+    NotFinished,
+    ParkedLoop,
+    PitstopError,
+    StagedWeights,
+    WeightsError,
+    WeightsInvalid,
+)
 from serve_app.messages import (
     CommittedWeights,
     Probes,
@@ -23,6 +31,7 @@ from serve_app.messages import (
 from serve_app.uninterrupted import run_uninterrupted
 from serve_app.weights.checks import check_digest, check_probes, first_difference
 from serve_app.weights.held_loop import SwapHold
+from serve_app.weights.leased_pauses import LeasedPauses
 
 logger = logging.getLogger("ray.serve.pitstop")
 
@@ -54,13 +63,18 @@ class WeightFollower:
     def __init__(
         self,
         manager: ContinuousBatchingManager,
+        pauses: LeasedPauses,
         *,
         replica_id: str,
         base_path: str,
         undo_folder: str | None = None,
     ) -> None:
-        """base_path: the model the application was started with. undo_folder: see `WeightSettings`."""
+        """pauses: those of the same loop. base_path: the model the application was started with.
+
+        undo_folder: see `WeightSettings`.
+        """
         self._manager = manager
+        self._pauses = pauses
         self._undo_folder = undo_folder
         self._replica_id = replica_id
         self._base_path = base_path
@@ -337,9 +351,7 @@ class WeightFollower:
                 # What it stood still for is over, as the controller drives this one; the loop need not run between.
                 hold.take_over(order.swap_id, order.lease_s)
             return self._reply()
-        parked = await asyncio.to_thread(
-            self._manager.park, timeout_s=order.finish_timeout_s, in_flight=order.in_flight, pinned=order.pinned
-        )
+        parked = await self._parked_loop(order)
         if order.swap_id in self._ended:
             parked.resume()
             raise WeightsError("this swap is over")
@@ -351,6 +363,23 @@ class WeightFollower:
             on_expiry=self._lease_expired,
         )
         return self._reply()
+
+    async def _parked_loop(self, order: SwapOrder) -> ParkedLoop:
+        """Parks the loop. In a leased pause nothing finishes, so what would have to is refused without a wait."""
+        pauses = [lease.lease_id for lease in self._pauses.orders] if self._pauses.is_parked else []
+        has_to_finish = "finish" in (order.in_flight, order.pinned)
+        timeout_s = 0.0 if pauses and has_to_finish else order.finish_timeout_s
+        try:
+            return await asyncio.to_thread(
+                self._manager.park, timeout_s=timeout_s, in_flight=order.in_flight, pinned=order.pinned
+            )
+        except NotFinished as error:
+            if not pauses:
+                raise
+            raise NotFinished(
+                f"requests that are to finish first stand still in the pause {', '.join(pauses)}, so they never will;"
+                " resume and try again, or set pinned to end and another in_flight than finish"
+            ) from error
 
     async def _vote(self, order: SwapOrder) -> SwapReply:
         self._check_staged(order)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from engine import ContinuousBatchingManager, ParkedLoop, PitstopError, WeightsError
+from engine import ContinuousBatchingManager, ParkedLoop, Patience, PitstopError, WeightsError
 from serve_app.messages import PauseOrder, SwapReply
 from serve_app.uninterrupted import run_uninterrupted
 
@@ -21,7 +21,8 @@ RETRY_S = 1.0
 class LeasedPauses:
     """Parks the loop while a lease is in force. One event loop only, and its clock.
 
-    Invariant: a parked loop resumes at the end of the last lease, without anybody's help.
+    Invariants: a parked loop resumes at the end of the last lease, without anybody's help; nobody waits for a loop to
+    park for a lease that was ended.
     """
 
     def __init__(self, manager: ContinuousBatchingManager, *, replica_id: str) -> None:
@@ -31,6 +32,8 @@ class LeasedPauses:
         self._ended: deque[str] = deque(maxlen=NUM_ENDED)
         self._parked: ParkedLoop | None = None
         self._parked_in_flight = ""
+        self._waiting_for: tuple[str, Patience] | None = None
+        """The lease that the loop is to park for, while it does not yet."""
         self._following = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -50,6 +53,8 @@ class LeasedPauses:
         is_new = order.lease_id not in self._leases
         self._put(order)
         error = await self.follow()
+        if order.lease_id in self._ended:
+            error = WeightsError("this pause was ended before it had begun")
         if error is None and order.in_flight == "finish" and self._parked_in_flight != "finish" and self.is_parked:
             if is_new:
                 self._leases.pop(order.lease_id, None)
@@ -100,9 +105,14 @@ class LeasedPauses:
     async def _park(self, order: PauseOrder) -> None:
         # No longer than the lease: a loop that is parked after it would stand still for nobody.
         timeout_s = min(order.finish_timeout_s, order.remaining_s)
-        self._parked = await asyncio.to_thread(
-            self._manager.park, timeout_s=timeout_s, in_flight=order.in_flight, pinned="end"
-        )
+        patience = Patience()
+        self._waiting_for = (order.lease_id, patience)
+        try:
+            self._parked = await asyncio.to_thread(
+                self._manager.park, timeout_s=timeout_s, in_flight=order.in_flight, pinned="end", patience=patience
+            )
+        finally:
+            self._waiting_for = None
         self._parked_in_flight = order.in_flight
 
     def _put(self, order: PauseOrder) -> None:
@@ -114,6 +124,8 @@ class LeasedPauses:
             self._leases.pop(lease_id, None)
             if lease_id not in self._ended:
                 self._ended.append(lease_id)
+            if self._waiting_for is not None and self._waiting_for[0] == lease_id:
+                self._waiting_for[1].end()
 
     def _set_timer(self) -> None:
         """Looks again when the first lease ends."""

@@ -22,6 +22,8 @@ class PauseLeases:
         self._finish_timeout_s = finish_timeout_s
         self._leases: dict[str, tuple[float, PauseLease]] = {}
         self._ended: deque[str] = deque(maxlen=NUM_ENDED)
+        self._expired: deque[str] = deque(maxlen=NUM_ENDED)
+        """Those that nobody ended."""
 
     def grant(self, request: PauseRequest) -> PauseLease:
         """Gives a new lease."""
@@ -55,6 +57,10 @@ class PauseLeases:
             self._ended.append(lease_id)
         return self._leases.pop(lease_id, None) is not None
 
+    def was_ended(self, lease_id: str) -> bool:
+        """Gives whether somebody ended this lease before its time."""
+        return self.find(lease_id) is None and lease_id not in self._expired
+
     def find(self, lease_id: str) -> PauseLease | None:
         return next((lease for lease in self.listed() if lease.lease_id == lease_id), None)
 
@@ -63,6 +69,7 @@ class PauseLeases:
         now = asyncio.get_running_loop().time()
         for lease_id in [one for one, (until, _) in self._leases.items() if until <= now]:
             self.end(lease_id)
+            self._expired.append(lease_id)
         return [replace(lease, remaining_s=round(until - now, 3)) for until, lease in self._leases.values()]
 
     def orders(self) -> tuple[PauseOrder, ...]:

@@ -30,6 +30,7 @@ from engine import (
     InvalidRequest,
     NotFinished,
     ParkedLoop,
+    Patience,
     RequestStatus,
     SamplingParams,
     StagedWeights,
@@ -137,6 +138,37 @@ def test_a_park_that_is_not_reached_in_time_holds_nothing(model: PreTrainedModel
         assert not is_pause_wanted(manager)
         gate.open()
         assert result_of(manager, request_id).generated_tokens == answer(1)
+
+
+@pytest.mark.parametrize("is_given_up_before", [False, True])
+@pytest.mark.parametrize(("in_flight", "pinned"), [("finish", "end"), ("keep", "finish"), ("keep", "end")])
+def test_a_wait_for_a_park_ends_as_soon_as_it_is_given_up(
+    model: PreTrainedModel,
+    background: Callable[..., Future[object]],
+    in_flight: str,
+    pinned: str,
+    is_given_up_before: bool,
+) -> None:
+    with running(model) as manager:
+        gate = StepGate(model)
+        first = begun(manager, gate, weight_version=1)
+        patience = Patience()
+        if is_given_up_before:
+            patience.end()
+        parking = background(manager.park, in_flight=in_flight, pinned=pinned, patience=patience)
+        if not is_given_up_before:
+            wait_until(lambda: is_pause_wanted(manager))
+            patience.end()
+        with pytest.raises(WeightsError, match="given up"):
+            parking.result(DEADLINE_S)
+        assert not is_pause_wanted(manager)
+        late = manager.add_request(OTHER, max_new_tokens=1, weight_version=1)
+        while not sum(manager.stats().requests_total.values()):
+            gate.step()
+        # The one that was to finish first still runs.
+        assert result_of(manager, late).is_finished()
+        gate.open()
+        assert result_of(manager, first).generated_tokens == answer(1)
 
 
 def test_stopping_ends_a_park(model: PreTrainedModel, folder: Path) -> None:
@@ -462,7 +494,9 @@ class FailingLoop:
     is_stopping = False
     is_generating = False
 
-    def acquire_pause(self, timeout_s: float | None = None, *, hold: object = None) -> None: ...
+    def acquire_pause(
+        self, timeout_s: float | None = None, *, hold: object = None, patience: object = None
+    ) -> None: ...
 
     def release_pause(self, *, hold: object = None) -> None: ...
 

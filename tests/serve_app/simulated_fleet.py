@@ -127,8 +127,8 @@ class Replica:
         self.awake = asyncio.Event()
         self.awake.set()
         manager: Any = self.engine
-        self.follower = WeightFollower(manager, replica_id=name, base_path=BASE)
         self.pauses = LeasedPauses(manager, replica_id=name)
+        self.follower = WeightFollower(manager, self.pauses, replica_id=name, base_path=BASE)
         calls = ControllerCalls(
             heartbeat=lambda report: fleet.to_controller(self, lambda weights: weights.heartbeat(report)),
             committed=lambda: fleet.to_controller(self, lambda weights: weights.committed()),

@@ -16,6 +16,7 @@ from engine import (
     ContinuousBatchingConfig,
     ContinuousBatchingManager,
     InvalidRequest,
+    NotFinished,
     SwapConflict,
     WeightsError,
     WeightsInvalid,
@@ -26,6 +27,7 @@ from engine import (
 from serve_app.messages import (
     CommittedVersion,
     CommittedWeights,
+    PauseOrder,
     ReplicaReport,
     RollbackRequest,
     SwapOrder,
@@ -80,14 +82,17 @@ class Fleet:
     """Two followers and their controller; `cut_off` names methods that replica "b" does not hear."""
 
     def __init__(self, managers: list[ContinuousBatchingManager], base: str) -> None:
+        self.pauses = {
+            name: LeasedPauses(manager, replica_id=name) for name, manager in zip("ab", managers, strict=True)
+        }
         self.followers = {
-            name: WeightFollower(manager, replica_id=name, base_path=base)
+            name: WeightFollower(manager, self.pauses[name], replica_id=name, base_path=base)
             for name, manager in zip("ab", managers, strict=True)
         }
         self.members = {
             name: FleetMember(
                 follower,
-                LeasedPauses(manager, replica_id=name),
+                self.pauses[name],
                 controller=ControllerCalls(
                     heartbeat=lambda report: self.weights.heartbeat(report),
                     committed=lambda: self.weights.committed(),
@@ -96,7 +101,7 @@ class Fleet:
                 ),
                 report=lambda name=name: self.report(name),  # type: ignore[misc]
             )
-            for (name, follower), manager in zip(self.followers.items(), managers, strict=True)
+            for name, follower in self.followers.items()
         }
         self.cut_off: set[str] = set()
         self.dead: set[str] = set()
@@ -531,6 +536,25 @@ async def test_orders_given_twice_are_carried_out_once(fleet: Fleet, folders: di
     assert not (await follower.stage(order)).ok
     assert (await follower.abort(order)).ok
     await fleet.followers["b"].catch_up(CommittedWeights(order.version, order.source))
+
+
+@pytest.mark.parametrize("options", [{}, {"in_flight": "finish"}, {"in_flight": "finish", "pinned": "end"}])
+async def test_a_swap_in_a_pause_is_refused_at_once_where_requests_would_have_to_finish(
+    fleet: Fleet, managers: list[ContinuousBatchingManager], folders: dict[str, str], options: dict[str, str]
+) -> None:
+    version, name = fleet.versions()[0], managers[0].new_request_id()
+    managers[0].add_request(
+        [5, 6, 7], name, max_new_tokens=400, streaming=True, weight_version=version, eos_token_id=-1
+    )
+    assert managers[0].get_result(name, timeout=DEADLINE_S) is not None
+    assert (await fleet.pauses["a"].pause(PauseOrder("lease", remaining_s=600.0))).ok
+    # Its time for requests to finish is longer than that of the test.
+    with pytest.raises(
+        NotFinished, match="replica a: requests that are to finish first stand still in the pause lease"
+    ):
+        await fleet.swap(folders["second"], finish_timeout_s=600.0, **options)
+    assert (await fleet.swap(folders["second"], pinned="end")).version == version + 1
+    await fleet.pauses["a"].end(["lease"])
 
 
 async def test_what_was_not_staged_cannot_be_committed(fleet: Fleet, folders: dict[str, str]) -> None:

@@ -753,6 +753,24 @@ def test_a_pause_ends_when_its_caller_goes_away_before_it_has_it(fleet: Simulate
     assert_all_serve(fleet, 1)
 
 
+@pytest.mark.parametrize("is_answered_late", [False, True])
+def test_a_pause_that_is_ended_before_all_stand_still_says_so(fleet: SimulatedFleet, is_answered_late: bool) -> None:
+    assert fleet.weights is not None
+
+    async def linger(method: str, replica: Replica) -> None:
+        if (method, replica.name) == ("pause", "r1"):
+            await asyncio.sleep(2 if is_answered_late else 0)
+
+    fleet.before_call = linger
+    asked = fleet.request(fleet.weights.pause(PauseRequest(600.0)))
+    fleet.pass_time(1 if is_answered_late else 0.0015)
+    assert not asked.done()
+    assert len(fleet.loop.run(fleet.weights.resume())) == 1
+    with pytest.raises(LeaseGone, match="ended by a resume"):
+        fleet.loop.run(asyncio.wait_for(asked, 10))
+    assert_all_serve(fleet, 1)
+
+
 def test_a_swap_during_a_pause_is_carried_out_in_it(fleet: SimulatedFleet) -> None:
     assert fleet.weights is not None
     fleet.loop.run(fleet.weights.pause(PauseRequest(30.0)))
