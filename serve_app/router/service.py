@@ -133,6 +133,7 @@ class GenerationService:
         self._check_limit(ask.timeout_s)
         limits = await self.fleet.limits()
         room = _room(ask, limits)
+        _check_ids(ask.prompt_ids, limits.vocab_size)
         num_sequences = ask.sampling.num_return_sequences or 1
         # Drawn here, as a replica that goes on with it has to draw the same tokens.
         seed = self._seeds.getrandbits(SEED_BITS)
@@ -287,6 +288,15 @@ def _room(ask: Ask, limits: ModelLimits) -> int:
             "min_new_tokens",
         )
     return room
+
+
+def _check_ids(prompt_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest for an id that the model does not have; what answers continue is decoded here."""
+    if prompt_ids and not 0 <= min(prompt_ids) <= max(prompt_ids) < vocab_size:
+        index, token_id = next((at, one) for at, one in enumerate(prompt_ids) if not 0 <= one < vocab_size)
+        raise InvalidRequest(
+            f"the prompt has {token_id} at place {index}; ids of this model are 0 to {vocab_size - 1}", "prompt"
+        )
 
 
 def _resumed(sampling: SamplingParams, point: ResumePoint, answers: Sequence[Answer]) -> SamplingParams:

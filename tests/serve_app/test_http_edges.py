@@ -173,6 +173,18 @@ async def test_text_routes_refuse_by_name(
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
+@pytest.mark.parametrize("token_id", [-1, -(2**40), 257, 2**31, 2**64])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_of_ids_that_the_model_lacks_is_refused(
+    http: httpx.AsyncClient, token_id: int, stream: bool
+) -> None:
+    body = {"model": MODEL, "prompt": [5, token_id, 6], "stream": stream, "echo": True}
+    response = await http.post("/v1/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt")
+    assert str(token_id) in error["message"]
+
+
 async def test_a_request_is_aborted_by_its_caller_alone(app: LocalApp, http: httpx.AsyncClient) -> None:
     headers = {"x-request-id": "mine"}
     plain = asyncio.ensure_future(http.post("/v1/completions", json={**LONG, "stream": False}, headers=headers))
