@@ -1,7 +1,6 @@
 """Draining replicas by name: who is meant, who is refused, and what is waited for."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -55,13 +54,6 @@ class LateFleet(Fleet):
         return replace(
             told, replicas=[replace(one, state="ready") if one.replica_id in late else one for one in told.replicas]
         )
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualLoop]:
-    loop = VirtualLoop()
-    yield loop
-    loop.end()
 
 
 def test_it_waits_until_a_replica_is_empty_and_undrains_it_again(loop: VirtualLoop) -> None:

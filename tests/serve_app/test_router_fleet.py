@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,15 +21,6 @@ from serve_app.protocol.errors import NoReplica, SwapUnfinished
 from serve_app.router.fleet import SWAP_MARGIN_S, Fleet
 from serve_app.settings import AppSettings
 from tests.serve_app.virtual_loop import VirtualLoop
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualLoop]:
-    loop = VirtualLoop()
-    asyncio.set_event_loop(loop)
-    yield loop
-    loop.end()
-    asyncio.set_event_loop(None)
 
 
 class SlowController:

@@ -1,7 +1,6 @@
 """Requests for weights that are yet to come wait in nobody's way, each for its own time, and hear of their commit."""
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,15 +23,6 @@ MAX_WAITING = 400
 BUSY = Prospect(
     first_token_s=1.0, decode_s=2.0, alone_s=0.1, token_s=0.01, num_replicas=1, room_tokens=100, room_requests=4
 )
-
-
-@pytest.fixture
-def loop() -> Iterator[VirtualLoop]:
-    loop = VirtualLoop()
-    asyncio.set_event_loop(loop)
-    yield loop
-    loop.end()
-    asyncio.set_event_loop(None)
 
 
 class Fleet:
