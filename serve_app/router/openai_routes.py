@@ -114,13 +114,12 @@ async def _answer(
         if not is_handed_over:
             choices.close()
     has_logprobs = body.wants_logprobs or body.num_prompt_logprobs is not None
-    write_whole = partial(_whole, style, pieces, choices)
-    content = await asyncio.to_thread(write_whole) if has_logprobs else write_whole()
+    content: bytes | str
+    if has_logprobs:
+        content = await asyncio.to_thread(lambda: write(style.whole(pieces, choices)))
+    else:
+        content = style.whole(pieces, choices).model_dump_json()
     return Response(content, media_type="application/json", headers=_version_header(choices.latest_version))
-
-
-def _whole(style: AnswerFormat, pieces: Sequence[Piece], choices: Choices) -> bytes:
-    return write(style.whole(pieces, choices))
 
 
 async def _collect(choices: Choices) -> list[Piece]:

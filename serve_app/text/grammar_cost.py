@@ -17,7 +17,7 @@ from serve_app.messages import Grammar, GrammarKind
 MAX_MULTIPLES = 100_000
 """The sum of the values of `multipleOf`, written without their decimal points."""
 MAX_COMMON = 10_000
-"""Their least common multiple, where schemas are put together; each state then costs ten times as much."""
+"""Their least common multiple, where schemas are put together; each state then costs several times as much."""
 MAX_TOGETHER = 12
 """Patterns that one text may have to match; 14 take 40 ms at most."""
 
