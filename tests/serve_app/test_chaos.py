@@ -271,7 +271,9 @@ async def test_replicas_stand_still(llm: Pitstop, url: str, seed: int) -> None:
         async with load_on(llm, url):
             for number in range(NUM_FAULTS):
                 names = {report.replica_id for report in await ready(llm, NUM_REPLICAS)}
-                process = rng.choice(processes_of("EngineReplica"))
+                # One that was stopped before is there until Serve has waited for it, though another has its place.
+                running = [one for one in processes_of("EngineReplica") if one.status() != psutil.STATUS_STOPPED]
+                process = rng.choice(running)
                 process.suspend()
                 stopped.append(process)
                 await eventually(lambda names=names: missing(llm, names), until=bool, deadline_s=READY_DEADLINE_S)
