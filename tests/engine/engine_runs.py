@@ -129,6 +129,11 @@ class StepGate:
         self.let_through()
         self.wait()
 
+    def step_until(self, condition: Callable[[], bool]) -> None:
+        """Steps until it holds: a step that is prepared while another runs may be a step behind what was added."""
+        while not condition():
+            self.step()
+
     def open(self) -> None:
         """Lets every step through from here on."""
         self._is_open = True

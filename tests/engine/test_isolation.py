@@ -431,8 +431,7 @@ def test_cancel_of_a_preempted_request_keeps_the_tokens_so_far(model: PreTrained
         add_witness(manager)
         request_id = manager.add_request(prompt_of(13), max_new_tokens=60)
         gate.wait()
-        while manager.stats().preemptions_total == 0:
-            gate.step()
+        gate.step_until(lambda: manager.stats().preemptions_total > 0)
         manager.cancel_request(request_id)
         gate.step()
         output = result_of(manager, request_id)

@@ -163,8 +163,7 @@ def test_a_wait_for_a_park_ends_as_soon_as_it_is_given_up(
             parking.result(DEADLINE_S)
         assert not is_pause_wanted(manager)
         late = manager.add_request(OTHER, max_new_tokens=1, weight_version=1)
-        while not sum(manager.stats().requests_total.values()):
-            gate.step()
+        gate.step_until(lambda: sum(manager.stats().requests_total.values()) > 0)
         # The one that was to finish first still runs.
         assert result_of(manager, late).is_finished()
         gate.open()
@@ -231,7 +230,7 @@ def test_running_requests_finish_on_the_old_weights_and_waiting_ones_begin_on_th
         gate = StepGate(model)
         first = begun(manager, gate)
         second = manager.add_request(OTHER, max_new_tokens=NUM_NEW)
-        gate.step()
+        gate.step_until(lambda: manager.stats().num_running == 2)
         third = manager.add_request(PROMPT, max_new_tokens=NUM_NEW)
         commit = background(manager.commit_weights, staged, in_flight="finish")
         wait_until(lambda: is_pause_wanted(manager))
@@ -260,8 +259,7 @@ def test_preempted_requests_finish_first_too(
         prompts = [prompt_of(30, seed=seed) for seed in range(3)]
         names = [manager.add_request(prompt, max_new_tokens=60) for prompt in prompts]
         gate.wait()
-        while manager.stats().preemptions_total == 0:
-            gate.step()
+        gate.step_until(lambda: manager.stats().preemptions_total > 0)
         commit = background(manager.commit_weights, staged, in_flight="finish")
         wait_until(lambda: is_pause_wanted(manager))
         gate.open()
@@ -331,7 +329,7 @@ def test_pinned_requests_finish_and_those_that_wait_end(
         gate = StepGate(model)
         pinned = begun(manager, gate, weight_version=1)
         free = manager.add_request(PROMPT, max_new_tokens=200)
-        gate.step()
+        gate.step_until(lambda: manager.stats().num_running == 2)
         waiting = manager.add_request(OTHER, max_new_tokens=NUM_NEW, weight_version=1)
         commit = background(manager.commit_weights, staged, in_flight=in_flight)
         wait_until(lambda: is_pause_wanted(manager))
@@ -404,8 +402,7 @@ def test_cancelled_while_held_back_a_request_ends_at_once(
         commit = background(manager.commit_weights, staged, in_flight="finish")
         wait_until(lambda: is_pause_wanted(manager))
         waiting = manager.add_request(OTHER, max_new_tokens=NUM_NEW)
-        gate.step()
-        assert manager.stats().num_waiting == 1
+        gate.step_until(lambda: manager.stats().num_waiting == 1)
         manager.cancel_request(waiting)
         gate.open()
         assert result_of(manager, waiting).status is RequestStatus.CANCELLED
