@@ -495,7 +495,7 @@ class FleetStatus:
     replicas: list[ReplicaReport]
     swap_in_progress: str | None = None
     phase: str | None = None
-    """What the swap under way is doing: stage, park, vote, commit, resume, verify or abort."""
+    """What the swap under way is doing: stage, finish, park, vote, commit, resume, verify or abort."""
     history: list[CommittedVersion] = field(default_factory=list)
     """Newest first; the first one is the committed version."""
     problem: str | None = None

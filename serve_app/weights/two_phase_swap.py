@@ -62,7 +62,8 @@ class TwoPhaseSwap:
 
     Invariants: the history changes only after every replica has staged, and in a synchronous swap after every replica
     stands still and has voted; it changes back only where it is certain that no replica has the new version. In a
-    synchronous swap nobody resumes before all have committed, but those that are silent or failed: they stay parked.
+    synchronous swap nobody stands still while requests of others finish, and nobody resumes before all have committed,
+    but those that are silent or failed: they stay parked.
     """
 
     def __init__(
@@ -174,10 +175,14 @@ class TwoPhaseSwap:
 
     async def _commit_together(self, version: CommittedVersion, running: _Running, previous: int) -> None:
         order, names = running.order, running.participants
-        parked_at = _clock()
+        timeout_s = order.finish_timeout_s + FINISH_MARGIN_S
         try:
+            if "finish" in (order.in_flight, order.pinned):
+                # Before anybody parks: else all would stand still for as long as one of them has to finish.
+                with self._timed("finish", running):
+                    await self._ask_all("finish", running, timeout_s=timeout_s)
+            parked_at = _clock()
             with self._timed("park", running):
-                timeout_s = order.finish_timeout_s + FINISH_MARGIN_S
                 await self._ask_all("park", running, timeout_s=timeout_s)
             with self._timed("vote", running):
                 await self._ask_all("vote", running, timeout_s=self._settings.commit_timeout_s)

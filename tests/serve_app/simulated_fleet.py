@@ -45,16 +45,22 @@ class FakeStaged:
 class FakePark:
     def __init__(self, engine: "FakeEngine") -> None:
         self._engine = engine
-        engine.parks.append(self)
+        engine.holds.append(self)
 
     @property
     def is_parked(self) -> bool:
         return self in self._engine.parks
 
+    def park(self, timeout_s: float = 0.0) -> None:  # noqa: ARG002  # the interface of an engine's
+        self._engine.may("park", self)
+        self._engine.parks.append(self)
+
     def commit(self, staged: FakeStaged, *, version: int, **_: Any) -> None:
         self._engine.exchange(staged, version)
 
     def resume(self) -> float:
+        if self in self._engine.holds:
+            self._engine.holds.remove(self)
         if self in self._engine.parks:
             self._engine.parks.remove(self)
             self._engine.fleet.look()
@@ -69,6 +75,8 @@ class FakeEngine:
         self.content = dict(fleet.folders[BASE])
         self.weight_version = 1
         self.parks: list[FakePark] = []
+        self.holds: list[FakePark] = []
+        """What was settled and not resumed, parked or not."""
         self.fails_to: set[str] = set()
         self.is_busy = False
         """Whether it has requests that do not finish in time."""
@@ -85,6 +93,14 @@ class FakeEngine:
 
     def park(self, *, in_flight: str, **_: Any) -> FakePark:
         self._may("park")
+        if self.is_busy and in_flight == "finish":
+            raise NotFinished("the running requests did not finish")
+        parked = FakePark(self)
+        parked.park()
+        return parked
+
+    def settle(self, *, in_flight: str, **_: Any) -> FakePark:
+        self._may("finish")
         if self.is_busy and in_flight == "finish":
             raise NotFinished("the running requests did not finish")
         return FakePark(self)
@@ -108,6 +124,12 @@ class FakeEngine:
         if any(token_id < 0 for prompt in prompts for token_id in prompt):
             raise InvalidRequest("a probe has an id that is not in the vocabulary")
         return [[staged.content["a"]] * (len(prompt) - 1) for prompt in prompts]
+
+    def may(self, verb: str, held: FakePark) -> None:
+        """A hold that cannot park is given up."""
+        if verb in self.fails_to:
+            self.holds.remove(held)
+        self._may(verb)
 
     def _may(self, verb: str) -> None:
         if verb in self.fails_to:
@@ -161,6 +183,7 @@ class Replica:
         self.is_alive = False
         self.life.cancel()
         self.engine.parks.clear()
+        self.engine.holds.clear()
 
     async def _live(self) -> None:
         try:

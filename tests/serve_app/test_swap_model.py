@@ -31,7 +31,7 @@ QUIET_S = 400.0
 MAX_REPLICAS = 4
 RESTART_S = 20.0
 """Of a controller; longer than a lease."""
-PHASES = ("stage", "park", "vote", "commit", "commit", "resume", "abort")
+PHASES = ("stage", "finish", "park", "vote", "commit", "commit", "resume", "abort")
 FAULTS = ("silence", "death", "start", "restart")
 
 
@@ -121,7 +121,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.look()
 
     @precondition(lambda self: self.names)
-    @rule(data=st.data(), verb=st.sampled_from(("stage", "park", "commit")))
+    @rule(data=st.data(), verb=st.sampled_from(("stage", "finish", "park", "commit")))
     def a_replica_breaks(self, data: st.DataObject, verb: str) -> None:
         self.fleet.replicas[data.draw(st.sampled_from(self.names))].engine.fails_to.add(verb)
 
@@ -207,6 +207,7 @@ class FleetMachine(RuleBasedStateMachine):
         version = status.committed.version
         assert set(fleet.generating()) == set(fleet.replicas), "somebody is paused, or never started"
         assert set(fleet.generating().values()) == {version}
+        assert not any(replica.engine.holds for replica in fleet.replicas.values()), "some requests are held back"
         assert not any(replica.follower.is_fenced for replica in fleet.replicas.values())
         assert {one.version for one in status.history} <= set(fleet.contents)
         for task in self.asked:
