@@ -41,12 +41,13 @@ Kill = Callable[[str], Awaitable[None]]
 
 @dataclass(slots=True)
 class _Running:
-    """What is known of the swap under way. participants: those that staged."""
+    """What is known of the swap under way. participants: those that staged. is_staged: they are all, if any."""
 
     order: SwapOrder
     options: SwapOptions
     started_at: float
     participants: frozenset[str] = frozenset()
+    is_staged: bool = False
     has_resumed: bool = False
     staged: list[SwapReply] = field(default_factory=list)
     details: StagedDetails = field(default_factory=StagedDetails)
@@ -98,7 +99,7 @@ class TwoPhaseSwap:
         running = self._running
         if running is None or running.options.strategy == "rolling" or running.has_resumed:
             return False
-        return bool(running.participants) and replica_id not in running.participants
+        return running.is_staged and replica_id not in running.participants
 
     async def run(self, version: CommittedVersion, order: SwapOrder, options: SwapOptions) -> SwapResult:
         """Commits these weights on every replica, or raises with the old ones serving everywhere."""
@@ -141,6 +142,8 @@ class TwoPhaseSwap:
     async def _stage_everywhere(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
         order = running.order
         replies = await self._calls.ask_everyone("stage", order, timeout_s=self._settings.stage_timeout_s)
+        # Also with none running: those that start while the controller looks at the weights would begin with the old.
+        running.is_staged = True
         if not replies:
             return await self._stage_alone(version, running)
         running.staged = [replies[name] for name in sorted(replies)]
@@ -152,7 +155,7 @@ class TwoPhaseSwap:
     async def _stage_alone(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
         checked = await self._check_alone(running.order)
         if checked is None:
-            raise WeightsError("no replica answers yet, so no weights were loaded; try again when the fleet is ready")
+            raise ReplicaGone("no replica answers yet, so no weights were loaded; try again when the fleet is ready")
         if checked.digest:
             check_digest(checked.digest, running.order)
         running.details = checked.details

@@ -116,6 +116,7 @@ class FakeEngine:
         assert version > self.weight_version
         self.content, self.weight_version = dict(staged.content), version
         self.fleet.note_version(version, self.content)
+        self.fleet.look()
 
     def weight_digests(self) -> dict[str, str]:
         return FakeStaged(self.content, ()).digests
@@ -228,6 +229,8 @@ class SimulatedFleet:
         self.is_synchronous = True
         self.violations: list[str] = []
         self.num_replicas = 0
+        self.alone_s = 0.0
+        """For how long the controller reads weights where no replica runs."""
         self.heard: list[tuple[str, str]] = []
         """(replica, phase) of every call that was carried out."""
         self.before_call: Callable[[str, Replica], Awaitable[None]] | None = None
@@ -290,7 +293,7 @@ class SimulatedFleet:
         return {replica.follower.version for replica in self.replicas.values() if replica.is_alive}
 
     def generating(self) -> dict[str, int]:
-        return {name: one.follower.version for name, one in self.replicas.items() if one.generates}
+        return {name: one.engine.weight_version for name, one in self.replicas.items() if one.generates}
 
     def look(self) -> None:
         """Called at every change: in a fleet of synchronous swaps no two versions generate at once."""
@@ -353,6 +356,7 @@ class SimulatedFleet:
     async def _check_alone(self, order: SwapOrder) -> Checked | None:
         if await self.count_running():
             return None
+        await asyncio.sleep(self.alone_s)
         content: Folder = {}
         source = order.source
         under = [BASE] if source is None or source.on_model else []

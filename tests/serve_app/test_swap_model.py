@@ -46,6 +46,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet = SimulatedFleet(VirtualLoop(), Path(self.folder.name), seed=seed, loss=loss)
         self.fleet.loop.thread_delay = lambda: self.fleet.random.choice((0.0, 0.001, 0.3))
         asyncio.set_event_loop(self.fleet.loop)
+        self.fleet.alone_s = self.fleet.random.choice((0.0, 0.1, 3.0))
         self.fleet.is_synchronous = self.strategies == ("synchronous",)
         self.fleet.folders |= {f"/{number}": {"a": float(number), "b": float(number)} for number in range(1, 4)}
         self.fleet.folders["/part"] = {"b": 9.0}
@@ -70,7 +71,7 @@ class FleetMachine(RuleBasedStateMachine):
     def somebody_swaps(self, path: str, data: st.DataObject, verify: bool) -> None:
         strategy = data.draw(st.sampled_from(self.strategies))
         on_failure = data.draw(st.sampled_from(("continue", "rollback"))) if strategy == "rolling" else "continue"
-        in_flight = data.draw(st.sampled_from(("keep", "finish"))) if strategy == "rolling" else "keep"
+        in_flight = data.draw(st.sampled_from(("keep", "finish")))
         self.asked.append(
             self.fleet.swap(path, strategy=strategy, on_failure=on_failure, verify=verify, in_flight=in_flight)
         )

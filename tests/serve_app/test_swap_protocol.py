@@ -190,6 +190,23 @@ def test_a_replica_that_came_too_late_for_a_swap_waits_for_the_word_of_the_next_
     assert_all_serve(fleet, 2, num_replicas=4)
 
 
+def test_replicas_that_start_while_the_controller_reads_weights_alone_generate_only_the_new_version(
+    fleet: SimulatedFleet,
+) -> None:
+    for name in list(fleet.replicas):
+        fleet.kill(name)
+    fleet.pass_time(SETTINGS.forget_after_s + 1)
+    fleet.alone_s = 5.0
+    swap = fleet.swap("/1")
+    for _ in range(2):
+        fleet.pass_time(1.5)
+        fleet.add()
+    fleet.pass_time(20)
+    assert swap.result().replicas == []
+    assert fleet.violations == []
+    assert_all_serve(fleet, 2, num_replicas=2)
+
+
 def test_a_replica_that_starts_in_mid_swap_generates_only_the_new_version(fleet: SimulatedFleet) -> None:
     async def start(method: str, replica: Replica) -> None:
         if (method, replica.name) == ("vote", "r0"):
