@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from engine import NotFinished, PitstopError, WeightsError, WeightsInvalid
-from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, SwapOrder, SwapReply, SwapResult
+from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, SwapOrder, SwapPhase, SwapReply, SwapResult
 from serve_app.protocol.errors import ManifestError, ReplicaGone, RollingFailed
 from serve_app.settings import WeightSettings
 from serve_app.weights.checks import check_digest
@@ -86,7 +86,7 @@ class TwoPhaseSwap:
         self._running: _Running | None = None
         self.was_rolled_back = False
         """Whether the latest swap was committed and taken back."""
-        self.phase = "stage"
+        self.phase: SwapPhase = "stage"
         """What the swap under way is doing; see `FleetStatus.phase`."""
 
     @property
@@ -299,7 +299,7 @@ class TwoPhaseSwap:
         await self._calls.ask("abort", running.order, names, timeout_s=self._settings.commit_timeout_s)
 
     @contextmanager
-    def _timed(self, phase: str, running: _Running) -> Iterator[None]:
+    def _timed(self, phase: SwapPhase, running: _Running) -> Iterator[None]:
         self.phase = phase
         began = _clock()
         try:
