@@ -103,6 +103,16 @@ class FollowerLoop:
                     raise EngineStopped("the driver did not pause; all ranks have to enter pause()")
             self._num_pauses += 1
 
+    def settle(
+        self,
+        hold: Hold,  # noqa: ARG002
+        timeout_s: float | None = None,  # noqa: ARG002
+        *,
+        patience: Patience | None = None,  # noqa: ARG002
+    ) -> None:
+        """Not called: the driver has the requests."""
+        raise EngineStopped("this rank is not the driver, which has the requests")
+
     def release_pause(self, *, hold: Hold | None = None) -> None:  # noqa: ARG002
         """Gives a pause back; the driver goes on when every rank has left its last one."""
         with self._wake:

@@ -64,6 +64,8 @@ class ParkableLoop(Protocol):
         self, timeout_s: float | None = None, *, hold: Hold | None = None, patience: Patience | None = None
     ) -> None: ...
 
+    def settle(self, hold: Hold, timeout_s: float | None = None, *, patience: Patience | None = None) -> None: ...
+
     def release_pause(self, *, hold: Hold | None = None) -> None: ...
 
     def change_version(self, version: int, *, in_flight: str) -> None: ...
@@ -167,7 +169,22 @@ class LiveWeights:
         hold = Hold(is_for_all=in_flight == "finish") if "finish" in (in_flight, pinned) else None
         loop = self.loop
         loop.acquire_pause(timeout_s, hold=hold, patience=patience)
-        parked = ParkedLoop(self, loop, hold, in_flight)
+        return self._kept(ParkedLoop(self, loop, hold, in_flight), loop)
+
+    def settle(
+        self, *, timeout_s: float | None, in_flight: str, pinned: str, patience: Patience | None = None
+    ) -> "ParkedLoop":
+        """As the manager's `settle`."""
+        _check_choice("in_flight", in_flight, IN_FLIGHT_CHOICES)
+        _check_choice("pinned", pinned, PINNED_CHOICES)
+        if "finish" not in (in_flight, pinned):
+            raise InvalidRequest("neither in_flight nor pinned is 'finish', so nothing is to settle; park", "in_flight")
+        self._raise_if_no_driver()
+        hold, loop = Hold(is_for_all=in_flight == "finish"), self.loop
+        loop.settle(hold, timeout_s, patience=patience)
+        return self._kept(ParkedLoop(self, loop, hold, in_flight, is_parked=False), loop)
+
+    def _kept(self, parked: "ParkedLoop", loop: ParkableLoop) -> "ParkedLoop":
         with self._lock:
             self._parks.append(parked)
         if loop.is_stopping:
@@ -332,24 +349,43 @@ class LiveWeights:
 class ParkedLoop:
     """A loop held between two steps, with nothing in flight, until `resume`. Any thread may call any method.
 
-    New requests may be added meanwhile, and wait. Leaving it as a context resumes.
+    New requests may be added meanwhile, and wait. Leaving it as a context resumes. One that `settle` has given
+    only holds requests back until its `park`.
     """
 
-    def __init__(self, weights: LiveWeights, loop: ParkableLoop, hold: Hold | None, in_flight: str) -> None:
+    def __init__(
+        self, weights: LiveWeights, loop: ParkableLoop, hold: Hold | None, in_flight: str, *, is_parked: bool = True
+    ) -> None:
         self._weights = weights
         self._loop = loop
         self._hold = hold
         self._in_flight = in_flight
         self._lock = threading.Lock()
-        self._parked_at = perf_counter()
+        self._parked_at = perf_counter() if is_parked else None
         self._paused_s: float | None = None
         self._forgotten: list[object] = []
         self._committed: list[StagedWeights] = []
 
     @property
     def is_parked(self) -> bool:
-        """False once resumed."""
-        return self._paused_s is None
+        """False once resumed, and before a settled one has parked."""
+        return self._parked_at is not None and self._paused_s is None
+
+    def park(self, timeout_s: float | None = None) -> None:
+        """Parks a loop that has only settled; raises as the manager's `park`, and then nothing is held."""
+        with self._lock:
+            if self._paused_s is not None:
+                raise EngineStopped("this park is over, and generation goes on; park again")
+            if self._parked_at is not None:
+                return
+            try:
+                self._loop.acquire_pause(timeout_s, hold=self._hold)
+            except BaseException:
+                # What was not reached is not held any more.
+                self._paused_s = 0.0
+                self._weights.forget(self)
+                raise
+            self._parked_at = perf_counter()
 
     def commit(self, staged: StagedWeights, *, version: int | None = None, in_flight: str | None = None) -> None:
         """Exchanges the weights; generation goes on with them after `resume`.
@@ -368,6 +404,7 @@ class ParkedLoop:
         with self._lock:
             if self._paused_s is not None:
                 raise EngineStopped("this park is over, and generation goes on; park again")
+            assert self._parked_at is not None, "weights are exchanged only while the loop is parked"
             self._forgotten.append(self._weights.exchange(staged, version, chosen))
             self._committed.append(staged)
 
@@ -376,7 +413,7 @@ class ParkedLoop:
         with self._lock:
             if self._paused_s is None:
                 self._loop.release_pause(hold=self._hold)
-                self._paused_s = perf_counter() - self._parked_at
+                self._paused_s = perf_counter() - self._parked_at if self._parked_at is not None else 0.0
                 self._weights.forget(self)
             # Frees what is old while generation goes on.
             self._forgotten.clear()

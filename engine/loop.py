@@ -67,11 +67,13 @@ class _Flight:
 class Hold:
     """Lets requests that have begun finish before a pause, and nobody of their kind begin until it is over.
 
-    is_for_all: all requests, else those with a pinned weight version. is_clear: nobody is left that has begun, so that
-    the pause has begun.
+    is_for_all: all requests, else those with a pinned weight version. is_settled: nobody is left that has begun.
+    wants_pause: the pause is to begin then. is_clear: it has begun.
     """
 
     is_for_all: bool
+    is_settled: bool = False
+    wants_pause: bool = False
     is_clear: bool = False
 
 
@@ -222,12 +224,10 @@ class GenerationLoop:
                 raise EngineStopped("pause() needs a running manager; call start() first")
             if hold is None:
                 self._num_pauses += 1
+                self._wake.notify_all()
             else:
-                self._holds.append(hold)
-                self._has_new_holds = True
-                if self._is_parked:  # as the thread would when it goes on: the caller may be who holds it
-                    self._apply_holds()
-            self._wake.notify_all()
+                hold.wants_pause = True
+                self._put_hold(hold)
             in_time = self._wake.wait_for(
                 lambda: self._is_parked_for(hold) or self._is_over_for(hold) or patience.is_over, timeout_s
             )
@@ -239,6 +239,28 @@ class GenerationLoop:
             raise WeightsError("the wait for a pause was given up before it had begun, so nothing was changed")
         if in_time:
             raise EngineStopped("the manager stopped before it could pause")
+        raise _lateness(hold, timeout_s)
+
+    def settle(self, hold: Hold, timeout_s: float | None = None, *, patience: Patience | None = None) -> None:
+        """Returns once who has begun has finished; the loop goes on, and nobody of the kind begins.
+
+        That lasts until `release_pause`; `acquire_pause` with the same hold then waits for one step. Raises as it does.
+        """
+        patience = patience or Patience()
+        with self._wake:
+            patience.begin(self._wake)
+            if not self.is_running:
+                raise EngineStopped("settle() needs a running manager; call start() first")
+            self._put_hold(hold)
+            self._wake.wait_for(lambda: hold.is_settled or self._is_over_for(hold) or patience.is_over, timeout_s)
+            is_over = self._is_over_for(hold)
+            if hold.is_settled and not is_over:
+                return
+            self.release_pause(hold=hold)
+        if is_over:
+            raise EngineStopped("the manager stopped before its requests had finished")
+        if patience.is_over:
+            raise WeightsError("the wait for requests to finish was given up, so nothing was changed")
         raise _lateness(hold, timeout_s)
 
     def release_pause(self, *, hold: Hold | None = None) -> None:
@@ -320,6 +342,14 @@ class GenerationLoop:
                     return False
                 self._wake.wait()
 
+    def _put_hold(self, hold: Hold) -> None:
+        if hold not in self._holds:
+            self._holds.append(hold)
+        self._has_new_holds = True
+        if self._is_parked:  # as the thread would when it goes on: the caller may be who holds it
+            self._apply_holds()
+        self._wake.notify_all()
+
     def _is_parked_for(self, hold: Hold | None) -> bool:
         return self._is_running and self._is_parked and (hold is None or hold.is_clear)
 
@@ -338,9 +368,14 @@ class GenerationLoop:
                 everybody=any(hold.is_for_all for hold in holds), pinned=any(not hold.is_for_all for hold in holds)
             )
             for hold in holds:
-                if not hold.is_clear and not self._scheduler.has_begun(only_pinned=not hold.is_for_all):
+                if hold.is_clear or self._scheduler.has_begun(only_pinned=not hold.is_for_all):
+                    continue
+                if hold.wants_pause:
                     hold.is_clear = True
                     self._num_pauses += 1
+                if not hold.is_settled:
+                    hold.is_settled = True
+                    self._wake.notify_all()
 
     def _park(self) -> None:
         started = perf_counter()

@@ -472,6 +472,21 @@ class ContinuousBatchingManager:
             timeout_s = 0.0  # whatever does not stand still already never will while this thread waits
         return self._weights.park(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned, patience=patience)
 
+    def settle(
+        self,
+        *,
+        timeout_s: float | None = None,
+        in_flight: str = "keep",
+        pinned: str = "finish",
+        patience: Patience | None = None,
+    ) -> ParkedLoop:
+        """Lets requests finish as `park` does, while the loop goes on, and holds others of their kind back until then.
+
+        What it gives parks with its `park`, at the next step boundary, or lets them begin with `resume`. One of
+        in_flight and pinned is "finish".
+        """
+        return self._weights.settle(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned, patience=patience)
+
     def commit_weights(
         self,
         staged: StagedWeights,

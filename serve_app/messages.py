@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Literal
 
 from engine import SamplingParams, TopLogprobs, WeightSpan, WorkloadHints
 from serve_app.scaling_report import ScalingReport
 
 MAX_WAIT_S = 3600.0
 """For a swap that is under way; longer than any client keeps its connection."""
+SwapPhase = Literal["stage", "finish", "park", "vote", "commit", "resume", "verify", "abort"]
+"""What a swap is doing, in this order; `finish` where requests are to finish first, `abort` where it has failed."""
 
 
 class GrammarKind(StrEnum):
@@ -494,8 +497,8 @@ class FleetStatus:
     committed: CommittedWeights
     replicas: list[ReplicaReport]
     swap_in_progress: str | None = None
-    phase: str | None = None
-    """What the swap under way is doing: stage, park, vote, commit, resume, verify or abort."""
+    phase: SwapPhase | None = None
+    """What the swap under way is doing."""
     history: list[CommittedVersion] = field(default_factory=list)
     """Newest first; the first one is the committed version."""
     problem: str | None = None

@@ -164,6 +164,10 @@ class EngineReplica:
         """Gives what is staged for a swap, tensor by tensor."""
         return await self._follower.details(order)
 
+    async def finish(self, order: SwapOrder) -> SwapReply:
+        """Lets requests finish that are to before a swap."""
+        return await self._follower.finish(order)
+
     async def park(self, order: SwapOrder) -> SwapReply:
         """Stands still between two steps."""
         return await self._follower.park(order)

@@ -1,9 +1,9 @@
 """Which weights the fleet serves: the logic of the controller, without Ray.
 
-A swap goes in phases. Every replica stages the new weights beside the old; in a synchronous swap all then park and
-vote. Only when all have, the new version is written to the history, which is the commit point, and all are told to
-commit, in a rolling swap in turn; else all are told to drop them. A replica that does not hear it learns it from its
-next heartbeat and is out of routing until it has caught up.
+A swap goes in phases. Every replica stages the new weights beside the old; in a synchronous swap all then let finish
+what is to, park and vote. Only when all have, the new version is written to the history, which is the commit point, and
+all are told to commit, in a rolling swap in turn; else all are told to drop them. A replica that does not hear it
+learns it from its next heartbeat and is out of routing until it has caught up.
 """
 
 import asyncio

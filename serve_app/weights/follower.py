@@ -15,6 +15,7 @@ from engine import (
     ContinuousBatchingManager,
     NotFinished,
     ParkedLoop,
+    Patience,
     PitstopError,
     StagedWeights,
     WeightsError,
@@ -83,6 +84,8 @@ class WeightFollower:
         self._retired: StagedWeights | None = None
         """The set that no longer serves, kept until the engine runs again: freeing it takes time."""
         self._hold: SwapHold | None = None
+        self._finishing: tuple[str, Patience] | None = None
+        """The swap for which requests finish."""
         self._drained_for: str | None = None
         self._ended: deque[str] = deque(maxlen=NUM_ENDED_SWAPS)
         self._served_digests: Mapping[str, str] = {}
@@ -115,7 +118,7 @@ class WeightFollower:
 
     @property
     def held_swap_id(self) -> str | None:
-        """The swap for which the engine stands still."""
+        """The swap for which the engine stands still, or holds requests back."""
         return self._hold.swap_id if self._hold is not None else None
 
     @property
@@ -137,7 +140,7 @@ class WeightFollower:
         """One of ready, staging, staged, paused, draining and lagging."""
         if self._activity is not None:
             return self._activity
-        if self._hold is not None:
+        if self._hold is not None and self._hold.parked.is_parked:
             return "paused"
         if self.is_lagging:
             return "lagging"
@@ -157,6 +160,10 @@ class WeightFollower:
         if not self._is_meant(order) or staged is None or staged.order.swap_id != order.swap_id:
             return None
         return StagedDetails(dict(staged.weights.digests), list(staged.weights.unchanged))
+
+    async def finish(self, order: SwapOrder) -> SwapReply:
+        """Lets requests that are to finish do so, and holds others of their kind back, for a lease."""
+        return await self._carry_out("finish", order, None, self._finish)
 
     async def park(self, order: SwapOrder) -> SwapReply:
         """Stops between two steps, for a lease."""
@@ -183,6 +190,8 @@ class WeightFollower:
         # Before the lock: whoever parks for it now sees that it is over.
         if order.swap_id not in self._ended:
             self._ended.append(order.swap_id)
+        if self._finishing is not None and self._finishing[0] == order.swap_id:
+            self._finishing[1].end()
         return await self._carry_out("abort", order, None, self._abort)
 
     async def verify(self, order: SwapOrder) -> SwapReply:
@@ -336,9 +345,29 @@ class WeightFollower:
     def _probe(self, weights: StagedWeights, probes: Probes) -> None:
         check_probes(self._manager.probe_weights(weights, probes.prompts), probes)
 
+    async def _finish(self, order: SwapOrder) -> SwapReply:
+        self._check_staged(order)
+        await self._release_settled(but=order.swap_id)
+        if self._hold is None:
+            patience = Patience()
+            self._finishing = (order.swap_id, patience)
+            try:
+                settled = await self._settled_loop(order, patience)
+            finally:
+                self._finishing = None
+            await self._keep(settled, order)
+        return self._reply()
+
     async def _park(self, order: SwapOrder) -> SwapReply:
         self._check_staged(order)
+        await self._release_settled(but=order.swap_id)
         hold = self._hold
+        if hold is not None and not hold.parked.is_parked:
+            hold.end_lease()
+            self._hold = None
+            await asyncio.to_thread(hold.parked.park, order.finish_timeout_s)
+            await self._keep(hold.parked, order)
+            return self._reply()
         if hold is not None:
             if hold.swap_id != order.swap_id:
                 if order.in_flight == "finish":
@@ -351,9 +380,20 @@ class WeightFollower:
                 # What it stood still for is over, as the controller drives this one; the loop need not run between.
                 hold.take_over(order.swap_id, order.lease_s)
             return self._reply()
-        parked = await self._parked_loop(order)
+        parked = await asyncio.to_thread(
+            self._manager.park, timeout_s=order.finish_timeout_s, in_flight=order.in_flight, pinned=order.pinned
+        )
+        await self._keep(parked, order)
+        return self._reply()
+
+    async def _release_settled(self, *, but: str) -> None:
+        """Lets requests begin that were held back for a swap that is over, as the controller drives another."""
+        if self._hold is not None and not self._hold.parked.is_parked and self._hold.swap_id != but:
+            await self._release()
+
+    async def _keep(self, parked: ParkedLoop, order: SwapOrder) -> None:
         if order.swap_id in self._ended:
-            parked.resume()
+            await asyncio.to_thread(parked.resume)
             raise WeightsError("this swap is over")
         self._hold = SwapHold(
             parked,
@@ -362,16 +402,18 @@ class WeightFollower:
             pinned=order.pinned,
             on_expiry=self._lease_expired,
         )
-        return self._reply()
 
-    async def _parked_loop(self, order: SwapOrder) -> ParkedLoop:
-        """Parks the loop. In a leased pause nothing finishes, so what would have to is refused without a wait."""
+    async def _settled_loop(self, order: SwapOrder, patience: Patience) -> ParkedLoop:
+        """Waits for requests to finish; in a leased pause none ever does, so that is refused without a wait."""
         pauses = [lease.lease_id for lease in self._pauses.orders] if self._pauses.is_parked else []
-        has_to_finish = "finish" in (order.in_flight, order.pinned)
-        timeout_s = 0.0 if pauses and has_to_finish else order.finish_timeout_s
+        timeout_s = 0.0 if pauses else order.finish_timeout_s
         try:
             return await asyncio.to_thread(
-                self._manager.park, timeout_s=timeout_s, in_flight=order.in_flight, pinned=order.pinned
+                self._manager.settle,
+                timeout_s=timeout_s,
+                in_flight=order.in_flight,
+                pinned=order.pinned,
+                patience=patience,
             )
         except NotFinished as error:
             if not pauses:
@@ -383,7 +425,7 @@ class WeightFollower:
 
     async def _vote(self, order: SwapOrder) -> SwapReply:
         self._check_staged(order)
-        if self._hold is None or self._hold.swap_id != order.swap_id:
+        if self._hold is None or self._hold.swap_id != order.swap_id or not self._hold.parked.is_parked:
             raise WeightsError(f"the controller was silent for {order.lease_s:g} s, so this replica has resumed")
         self._hold.vote()
         return self._reply()

@@ -11,7 +11,7 @@ from engine import ParkedLoop
 
 
 class SwapHold:
-    """The loop parked for one swap at a time. One event loop only."""
+    """The loop parked for one swap at a time, or settled before. One event loop only."""
 
     def __init__(
         self, parked: ParkedLoop, *, swap_id: str, lease_s: float, pinned: str, on_expiry: Callable[[], None]

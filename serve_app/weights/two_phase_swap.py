@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from engine import NotFinished, PitstopError, WeightsError, WeightsInvalid
-from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, SwapOrder, SwapReply, SwapResult
+from serve_app.messages import CommittedVersion, StagedDetails, SwapOptions, SwapOrder, SwapPhase, SwapReply, SwapResult
 from serve_app.protocol.errors import ManifestError, ReplicaGone, RollingFailed
 from serve_app.settings import WeightSettings
 from serve_app.weights.checks import check_digest
@@ -41,12 +41,13 @@ Kill = Callable[[str], Awaitable[None]]
 
 @dataclass(slots=True)
 class _Running:
-    """What is known of the swap under way. participants: those that staged."""
+    """What is known of the swap under way. participants: those that staged. is_staged: they are all, if any."""
 
     order: SwapOrder
     options: SwapOptions
     started_at: float
     participants: frozenset[str] = frozenset()
+    is_staged: bool = False
     has_resumed: bool = False
     staged: list[SwapReply] = field(default_factory=list)
     details: StagedDetails = field(default_factory=StagedDetails)
@@ -62,7 +63,8 @@ class TwoPhaseSwap:
 
     Invariants: the history changes only after every replica has staged, and in a synchronous swap after every replica
     stands still and has voted; it changes back only where it is certain that no replica has the new version. In a
-    synchronous swap nobody resumes before all have committed, but those that are silent or failed: they stay parked.
+    synchronous swap nobody stands still while requests of others finish, and nobody resumes before all have committed,
+    but those that are silent or failed: they stay parked.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class TwoPhaseSwap:
         self._running: _Running | None = None
         self.was_rolled_back = False
         """Whether the latest swap was committed and taken back."""
-        self.phase = "stage"
+        self.phase: SwapPhase = "stage"
         """What the swap under way is doing; see `FleetStatus.phase`."""
 
     @property
@@ -97,7 +99,7 @@ class TwoPhaseSwap:
         running = self._running
         if running is None or running.options.strategy == "rolling" or running.has_resumed:
             return False
-        return bool(running.participants) and replica_id not in running.participants
+        return running.is_staged and replica_id not in running.participants
 
     async def run(self, version: CommittedVersion, order: SwapOrder, options: SwapOptions) -> SwapResult:
         """Commits these weights on every replica, or raises with the old ones serving everywhere."""
@@ -140,6 +142,8 @@ class TwoPhaseSwap:
     async def _stage_everywhere(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
         order = running.order
         replies = await self._calls.ask_everyone("stage", order, timeout_s=self._settings.stage_timeout_s)
+        # Also with none running: those that start while the controller looks at the weights would begin with the old.
+        running.is_staged = True
         if not replies:
             return await self._stage_alone(version, running)
         running.staged = [replies[name] for name in sorted(replies)]
@@ -151,7 +155,7 @@ class TwoPhaseSwap:
     async def _stage_alone(self, version: CommittedVersion, running: _Running) -> CommittedVersion:
         checked = await self._check_alone(running.order)
         if checked is None:
-            raise WeightsError("no replica answers yet, so no weights were loaded; try again when the fleet is ready")
+            raise ReplicaGone("no replica answers yet, so no weights were loaded; try again when the fleet is ready")
         if checked.digest:
             check_digest(checked.digest, running.order)
         running.details = checked.details
@@ -174,10 +178,14 @@ class TwoPhaseSwap:
 
     async def _commit_together(self, version: CommittedVersion, running: _Running, previous: int) -> None:
         order, names = running.order, running.participants
-        parked_at = _clock()
+        timeout_s = order.finish_timeout_s + FINISH_MARGIN_S
         try:
+            if "finish" in (order.in_flight, order.pinned):
+                # Before anybody parks: else all would stand still for as long as one of them has to finish.
+                with self._timed("finish", running):
+                    await self._ask_all("finish", running, timeout_s=timeout_s)
+            parked_at = _clock()
             with self._timed("park", running):
-                timeout_s = order.finish_timeout_s + FINISH_MARGIN_S
                 await self._ask_all("park", running, timeout_s=timeout_s)
             with self._timed("vote", running):
                 await self._ask_all("vote", running, timeout_s=self._settings.commit_timeout_s)
@@ -291,7 +299,7 @@ class TwoPhaseSwap:
         await self._calls.ask("abort", running.order, names, timeout_s=self._settings.commit_timeout_s)
 
     @contextmanager
-    def _timed(self, phase: str, running: _Running) -> Iterator[None]:
+    def _timed(self, phase: SwapPhase, running: _Running) -> Iterator[None]:
         self.phase = phase
         began = _clock()
         try:

@@ -222,6 +222,32 @@ def test_weights_are_committed_inside_the_own_pause(manager: ContinuousBatchingM
 # Finishing first
 
 
+@pytest.mark.parametrize("in_flight", ["keep", "finish"])
+def test_a_loop_goes_on_while_requests_finish_and_holds_their_kind_back_until_it_has_parked_or_resumed(
+    model: PreTrainedModel, background: Callable[..., Future[object]], in_flight: str
+) -> None:
+    with running(model) as manager:
+        gate = StepGate(model)
+        first = begun(manager, gate, weight_version=1)
+        settling = background(manager.settle, in_flight=in_flight)
+        wait_until(lambda: is_pause_wanted(manager))
+        held = manager.add_request(OTHER, max_new_tokens=NUM_NEW, weight_version=1)
+        gate.open()
+        settled: ParkedLoop = settling.result(DEADLINE_S)  # type: ignore[assignment]
+        assert result_of(manager, first).generated_tokens == answer(1)
+        assert not settled.is_parked
+        assert not manager.stats().is_paused
+        if in_flight == "keep":
+            assert run_all(manager, [PROMPT], NUM_NEW) == [answer(1)]
+        settled.park(DEADLINE_S)
+        assert settled.is_parked
+        assert manager.stats().num_waiting == 1
+        assert settled.resume() > 0
+        assert result_of(manager, held).generated_tokens == answer(1, OTHER)
+        assert background(manager.settle, in_flight=in_flight).result(DEADLINE_S).resume() == 0.0  # type: ignore[attr-defined]
+        assert not is_pause_wanted(manager)
+
+
 def test_running_requests_finish_on_the_old_weights_and_waiting_ones_begin_on_the_new(
     model: PreTrainedModel, folder: Path, depth: int, background: Callable[..., Future[object]]
 ) -> None:
@@ -494,6 +520,8 @@ class FailingLoop:
     def acquire_pause(
         self, timeout_s: float | None = None, *, hold: object = None, patience: object = None
     ) -> None: ...
+
+    def settle(self, hold: object, timeout_s: float | None = None, *, patience: object = None) -> None: ...
 
     def release_pause(self, *, hold: object = None) -> None: ...
 

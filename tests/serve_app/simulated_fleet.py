@@ -45,16 +45,22 @@ class FakeStaged:
 class FakePark:
     def __init__(self, engine: "FakeEngine") -> None:
         self._engine = engine
-        engine.parks.append(self)
+        engine.holds.append(self)
 
     @property
     def is_parked(self) -> bool:
         return self in self._engine.parks
 
+    def park(self, timeout_s: float = 0.0) -> None:  # noqa: ARG002  # the interface of an engine's
+        self._engine.may("park", self)
+        self._engine.parks.append(self)
+
     def commit(self, staged: FakeStaged, *, version: int, **_: Any) -> None:
         self._engine.exchange(staged, version)
 
     def resume(self) -> float:
+        if self in self._engine.holds:
+            self._engine.holds.remove(self)
         if self in self._engine.parks:
             self._engine.parks.remove(self)
             self._engine.fleet.look()
@@ -69,6 +75,8 @@ class FakeEngine:
         self.content = dict(fleet.folders[BASE])
         self.weight_version = 1
         self.parks: list[FakePark] = []
+        self.holds: list[FakePark] = []
+        """What was settled and not resumed, parked or not."""
         self.fails_to: set[str] = set()
         self.is_busy = False
         """Whether it has requests that do not finish in time."""
@@ -87,6 +95,14 @@ class FakeEngine:
         self._may("park")
         if self.is_busy and in_flight == "finish":
             raise NotFinished("the running requests did not finish")
+        parked = FakePark(self)
+        parked.park()
+        return parked
+
+    def settle(self, *, in_flight: str, **_: Any) -> FakePark:
+        self._may("finish")
+        if self.is_busy and in_flight == "finish":
+            raise NotFinished("the running requests did not finish")
         return FakePark(self)
 
     def commit_weights(self, staged: FakeStaged, *, version: int, in_flight: str, **_: Any) -> float:
@@ -100,6 +116,7 @@ class FakeEngine:
         assert version > self.weight_version
         self.content, self.weight_version = dict(staged.content), version
         self.fleet.note_version(version, self.content)
+        self.fleet.look()
 
     def weight_digests(self) -> dict[str, str]:
         return FakeStaged(self.content, ()).digests
@@ -108,6 +125,12 @@ class FakeEngine:
         if any(token_id < 0 for prompt in prompts for token_id in prompt):
             raise InvalidRequest("a probe has an id that is not in the vocabulary")
         return [[staged.content["a"]] * (len(prompt) - 1) for prompt in prompts]
+
+    def may(self, verb: str, held: FakePark) -> None:
+        """A hold that cannot park is given up."""
+        if verb in self.fails_to:
+            self.holds.remove(held)
+        self._may(verb)
 
     def _may(self, verb: str) -> None:
         if verb in self.fails_to:
@@ -161,6 +184,7 @@ class Replica:
         self.is_alive = False
         self.life.cancel()
         self.engine.parks.clear()
+        self.engine.holds.clear()
 
     async def _live(self) -> None:
         try:
@@ -205,6 +229,8 @@ class SimulatedFleet:
         self.is_synchronous = True
         self.violations: list[str] = []
         self.num_replicas = 0
+        self.alone_s = 0.0
+        """For how long the controller reads weights where no replica runs."""
         self.heard: list[tuple[str, str]] = []
         """(replica, phase) of every call that was carried out."""
         self.before_call: Callable[[str, Replica], Awaitable[None]] | None = None
@@ -267,7 +293,7 @@ class SimulatedFleet:
         return {replica.follower.version for replica in self.replicas.values() if replica.is_alive}
 
     def generating(self) -> dict[str, int]:
-        return {name: one.follower.version for name, one in self.replicas.items() if one.generates}
+        return {name: one.engine.weight_version for name, one in self.replicas.items() if one.generates}
 
     def look(self) -> None:
         """Called at every change: in a fleet of synchronous swaps no two versions generate at once."""
@@ -330,6 +356,7 @@ class SimulatedFleet:
     async def _check_alone(self, order: SwapOrder) -> Checked | None:
         if await self.count_running():
             return None
+        await asyncio.sleep(self.alone_s)
         content: Folder = {}
         source = order.source
         under = [BASE] if source is None or source.on_model else []

@@ -299,7 +299,7 @@ async def test_a_swap_that_may_wait_comes_after_the_one_under_way(fleet: Fleet, 
         fleet.swap(folders["second"]), fleet.swap(folders["third"], wait_s=20.0, idempotency_key="k")
     )
     assert second.version == first.version + 1
-    assert phases == ["stage", "stage", "park", "vote", "commit", "resume"] * 2
+    assert phases == ["stage", "stage", "finish", "park", "vote", "commit", "resume"] * 2
     assert (await fleet.weights.status()).phase is None
 
 
@@ -555,6 +555,48 @@ async def test_a_swap_in_a_pause_is_refused_at_once_where_requests_would_have_to
         await fleet.swap(folders["second"], finish_timeout_s=600.0, **options)
     assert (await fleet.swap(folders["second"], pinned="end")).version == version + 1
     await fleet.pauses["a"].end(["lease"])
+
+
+@pytest.mark.parametrize("in_flight", ["keep", "finish"])
+async def test_nobody_stands_still_while_requests_of_one_replica_finish(
+    fleet: Fleet, managers: list[ContinuousBatchingManager], folders: dict[str, str], in_flight: str
+) -> None:
+    version, name = fleet.versions()[0], managers[0].new_request_id()
+    managers[0].add_request([5, 6, 7], name, max_new_tokens=300, weight_version=version, eos_token_id=-1)
+    running: dict[str, tuple[int, bool]] = {}
+    call_all = fleet.call_all
+
+    async def look(method: str, argument: object, *, timeout_s: float) -> list[Any]:
+        running.setdefault(method, (managers[0].stats().num_running, managers[1].stats().is_paused))
+        return await call_all(method, argument, timeout_s=timeout_s)
+
+    fleet.call_all = look  # type: ignore[method-assign]
+    assert (await fleet.swap(folders["second"], in_flight=in_flight)).version == version + 1
+    assert running["park"] == (0, False)
+    output = managers[0].get_result(name, timeout=DEADLINE_S)
+    assert output is not None
+    assert [span.version for span in output.weight_versions] == [version]
+
+
+async def test_requests_that_wait_for_others_to_finish_begin_when_the_swap_ends_early(
+    fleet: Fleet, managers: list[ContinuousBatchingManager], folders: dict[str, str]
+) -> None:
+    follower, version = fleet.followers["a"], fleet.versions()[0]
+    managers[0].add_request([5, 6, 7], max_new_tokens=400, weight_version=version, eos_token_id=-1)
+    order = SwapOrder("s", version + 1, WeightSource(folders["second"]), finish_timeout_s=600.0)
+    assert (await follower.stage(order)).ok
+    finishing = asyncio.create_task(follower.finish(order))
+    await eventually(lambda: bool(managers[0]._loop._holds))
+    assert (await follower.abort(order)).ok
+    assert not (await finishing).ok
+    assert not managers[0]._loop._holds
+    # Also where the controller is not heard of any more.
+    order = replace(order, swap_id="t", lease_s=0.01, in_flight="finish")
+    assert (await follower.stage(order)).ok
+    await follower.finish(order)
+    await eventually(lambda: not managers[0]._loop._holds)
+    assert not (await follower.vote(order)).ok
+    assert (await follower.abort(order)).ok
 
 
 async def test_what_was_not_staged_cannot_be_committed(fleet: Fleet, folders: dict[str, str]) -> None:

@@ -31,7 +31,7 @@ QUIET_S = 400.0
 MAX_REPLICAS = 4
 RESTART_S = 20.0
 """Of a controller; longer than a lease."""
-PHASES = ("stage", "park", "vote", "commit", "commit", "resume", "abort")
+PHASES = ("stage", "finish", "park", "vote", "commit", "commit", "resume", "abort")
 FAULTS = ("silence", "death", "start", "restart")
 
 
@@ -46,6 +46,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet = SimulatedFleet(VirtualLoop(), Path(self.folder.name), seed=seed, loss=loss)
         self.fleet.loop.thread_delay = lambda: self.fleet.random.choice((0.0, 0.001, 0.3))
         asyncio.set_event_loop(self.fleet.loop)
+        self.fleet.alone_s = self.fleet.random.choice((0.0, 0.1, 3.0))
         self.fleet.is_synchronous = self.strategies == ("synchronous",)
         self.fleet.folders |= {f"/{number}": {"a": float(number), "b": float(number)} for number in range(1, 4)}
         self.fleet.folders["/part"] = {"b": 9.0}
@@ -70,7 +71,7 @@ class FleetMachine(RuleBasedStateMachine):
     def somebody_swaps(self, path: str, data: st.DataObject, verify: bool) -> None:
         strategy = data.draw(st.sampled_from(self.strategies))
         on_failure = data.draw(st.sampled_from(("continue", "rollback"))) if strategy == "rolling" else "continue"
-        in_flight = data.draw(st.sampled_from(("keep", "finish"))) if strategy == "rolling" else "keep"
+        in_flight = data.draw(st.sampled_from(("keep", "finish")))
         self.asked.append(
             self.fleet.swap(path, strategy=strategy, on_failure=on_failure, verify=verify, in_flight=in_flight)
         )
@@ -121,7 +122,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.fleet.look()
 
     @precondition(lambda self: self.names)
-    @rule(data=st.data(), verb=st.sampled_from(("stage", "park", "commit")))
+    @rule(data=st.data(), verb=st.sampled_from(("stage", "finish", "park", "commit")))
     def a_replica_breaks(self, data: st.DataObject, verb: str) -> None:
         self.fleet.replicas[data.draw(st.sampled_from(self.names))].engine.fails_to.add(verb)
 
@@ -207,6 +208,7 @@ class FleetMachine(RuleBasedStateMachine):
         version = status.committed.version
         assert set(fleet.generating()) == set(fleet.replicas), "somebody is paused, or never started"
         assert set(fleet.generating().values()) == {version}
+        assert not any(replica.engine.holds for replica in fleet.replicas.values()), "some requests are held back"
         assert not any(replica.follower.is_fenced for replica in fleet.replicas.values())
         assert {one.version for one in status.history} <= set(fleet.contents)
         for task in self.asked:

@@ -52,6 +52,7 @@ def refused(fleet: SimulatedFleet, path: str, **options: Any) -> str:
 def assert_all_serve(fleet: SimulatedFleet, version: int, *, num_replicas: int = 3) -> None:
     """One version everywhere, and everybody generates."""
     assert sorted(fleet.generating().values()) == [version] * num_replicas
+    assert not any(replica.engine.holds for replica in fleet.replicas.values()), "some requests are held back"
 
 
 # Synchronous
@@ -69,12 +70,12 @@ def test_a_synchronous_swap_parks_all_before_any_commits_and_resumes_none_before
     result = swapped(fleet, "/1")
     assert_all_serve(fleet, 2)
     assert (result.replicas, result.lagging, result.strategy) == (["r0", "r1", "r2"], [], "synchronous")
-    assert parked["stage"] == [3, 3, 3]
+    assert parked["stage"] == parked["finish"] == [3, 3, 3]
     assert parked["vote"] == parked["commit"] == [0, 0, 0]
-    assert list(result.phases_s) == ["stage", "park", "vote", "commit", "resume"]
+    assert list(result.phases_s) == ["stage", "finish", "park", "vote", "commit", "resume"]
 
 
-@pytest.mark.parametrize("phase", ["stage", "park"])
+@pytest.mark.parametrize("phase", ["stage", "finish", "park"])
 def test_a_replica_that_fails_before_the_commit_point_leaves_the_old_weights_running(
     fleet: SimulatedFleet, phase: str
 ) -> None:
@@ -93,7 +94,7 @@ def falls_silent_in(fleet: SimulatedFleet, phase: str, name: str) -> Callable[[s
     return silence
 
 
-@pytest.mark.parametrize("phase", ["stage", "park", "vote"])
+@pytest.mark.parametrize("phase", ["stage", "finish", "park", "vote"])
 def test_a_replica_that_falls_silent_before_the_commit_point_aborts_the_swap(fleet: SimulatedFleet, phase: str) -> None:
     fleet.before_call = falls_silent_in(fleet, phase, "r1")
     with pytest.raises(ReplicaGone, match=rf"did not {phase}.*; try again"):
@@ -189,6 +190,23 @@ def test_a_replica_that_came_too_late_for_a_swap_waits_for_the_word_of_the_next_
     assert_all_serve(fleet, 2, num_replicas=4)
 
 
+def test_replicas_that_start_while_the_controller_reads_weights_alone_generate_only_the_new_version(
+    fleet: SimulatedFleet,
+) -> None:
+    for name in list(fleet.replicas):
+        fleet.kill(name)
+    fleet.pass_time(SETTINGS.forget_after_s + 1)
+    fleet.alone_s = 5.0
+    swap = fleet.swap("/1")
+    for _ in range(2):
+        fleet.pass_time(1.5)
+        fleet.add()
+    fleet.pass_time(20)
+    assert swap.result().replicas == []
+    assert fleet.violations == []
+    assert_all_serve(fleet, 2, num_replicas=2)
+
+
 def test_a_replica_that_starts_in_mid_swap_generates_only_the_new_version(fleet: SimulatedFleet) -> None:
     async def start(method: str, replica: Replica) -> None:
         if (method, replica.name) == ("vote", "r0"):
@@ -201,10 +219,10 @@ def test_a_replica_that_starts_in_mid_swap_generates_only_the_new_version(fleet:
     assert_all_serve(fleet, 2, num_replicas=4)
 
 
-@pytest.mark.parametrize("phase", ["park", "vote"])
+@pytest.mark.parametrize("phase", ["finish", "park", "vote"])
 def test_without_a_controller_only_those_that_have_not_voted_resume(fleet: SimulatedFleet, phase: str) -> None:
     async def die(method: str, _: Replica) -> None:
-        if method == {"park": "vote", "vote": "commit"}[phase]:
+        if method == {"finish": "park", "park": "vote", "vote": "commit"}[phase]:
             fleet.kill_controller()
             await asyncio.sleep(10_000)
 
@@ -213,10 +231,10 @@ def test_without_a_controller_only_those_that_have_not_voted_resume(fleet: Simul
     fleet.pass_time(SETTINGS.lease_s + 30)
     fleet.before_call = None
     # The decision was durable before the first was told to commit.
-    assert fleet.generating() == ({"r0": 1, "r1": 1, "r2": 1} if phase == "park" else {})
+    assert fleet.generating() == ({} if phase == "vote" else {"r0": 1, "r1": 1, "r2": 1})
     fleet.start_controller()
     fleet.pass_time(30)
-    assert_all_serve(fleet, 1 if phase == "park" else 2)
+    assert_all_serve(fleet, 2 if phase == "vote" else 1)
 
 
 def test_a_vote_whose_decision_was_not_written_is_undone_by_the_next_controller(

@@ -3,7 +3,7 @@ import re
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from importlib.resources import files
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from serve_app.messages import (
     PauseLease,
     ReplicaReport,
     SwapFailure,
+    SwapPhase,
     SwapResult,
     WeightSource,
 )
@@ -223,3 +224,9 @@ def test_changes_of_the_number_of_replicas_are_shown_with_their_reasons() -> Non
     shown = wall_data(status, read_numbers([]), model="tiny", now=1.0).scaling
     assert (shown[0].before, shown[0].after, shown[0].reason) == (9, 10, "much work 9")
     assert len(shown) == 6
+
+
+def test_the_page_knows_every_phase_of_a_swap() -> None:
+    known = re.search(r"const PHASES = \{(.*?)\};", PAGE, re.DOTALL)
+    assert known is not None
+    assert tuple(re.findall(r"(\w+): ", known[1])) == get_args(SwapPhase)
