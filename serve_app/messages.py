@@ -26,11 +26,15 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an answer has to follow, as it was asked for; a replica compiles it. param: where it came from."""
+    """What an answer has to follow, as it was asked for; a replica compiles it.
+
+    param: where it came from. schemas: what a refusal calls each JSON schema that has a line of a Lark text to itself.
+    """
 
     kind: GrammarKind
     text: str
     param: str
+    schemas: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

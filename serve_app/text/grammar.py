@@ -43,6 +43,7 @@ _GBNF_RULE = re.compile(r"(?:^|[\r\n])[ \t]*[\w-]+[ \t]*::=")
 """How rules are written in GBNF, as of llama.cpp and xgrammar; Lark has ":", and "::=" in strings only."""
 _GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*', re.DOTALL)
 """A string, a class of characters or a comment: a quote in the last two begins no string."""
+_SCHEMA_LINE = re.compile(r"^\w+: %json (\{.*)$", re.MULTILINE)
 _NUMBERED = re.compile(r"\\(?:u(?P<u>[0-9a-fA-F]{4})|U(?P<U>[0-9a-fA-F]{8})|x(?P<x>[0-9a-fA-F]{2})|.)", re.DOTALL)
 LIMITS = LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
 """Beside the library's own of what compiling (20 ms) and one mask (14 ms) may take: 40 MB of states."""
@@ -153,6 +154,14 @@ class GrammarCompiler:
         has_begun.set()
         tokenizer = self._library_tokenizer(grammar.param)
         try:
+            return self._matcher(grammar, tokenizer)
+        except ValueError as refusal:
+            reason = self._refused_schema(grammar, tokenizer) or str(refusal)
+            raise InvalidRequest(f"{grammar.param} is refused: {reason}", grammar.param) from None
+
+    def _matcher(self, grammar: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
+        """Raises ValueError with the reason where the grammar is wrong or too costly."""
+        try:
             check_cost(grammar)
             matcher = LLMatcher(tokenizer, _in_library_terms(grammar), log_level=0, limits=LIMITS)
             trial = matcher.deep_copy()
@@ -167,8 +176,17 @@ class GrammarCompiler:
         if "NoExtensionBias" in reason:
             reason = "no answer can ever be complete under it: a rule or reference leads to itself, or nothing matches"
         if reason:
-            raise InvalidRequest(f"{grammar.param} is refused: {_one_line(reason)}", grammar.param)
+            raise ValueError(_one_line(reason))
         return matcher
+
+    def _refused_schema(self, grammar: Grammar, tokenizer: LLTokenizer) -> str | None:
+        """Gives which of its schemas is refused by itself, the first of them, and why."""
+        for name, text in zip(grammar.schemas, _SCHEMA_LINE.findall(grammar.text), strict=bool(grammar.schemas)):
+            try:
+                self._matcher(Grammar(GrammarKind.JSON_SCHEMA, text, grammar.param), tokenizer)
+            except ValueError as refusal:
+                return f"{name}: {refusal}"
+        return None
 
     def _library_tokenizer(self, param: str) -> LLTokenizer:
         with self._loading:

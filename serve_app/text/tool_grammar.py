@@ -62,7 +62,7 @@ def call_grammar(
     text = "\n".join([f"start: {start}", *lines])
     if len(text) > MAX_GRAMMAR_LENGTH:
         raise InvalidRequest(f"tools have {len(text)} characters; at most {MAX_GRAMMAR_LENGTH} are taken", "tools")
-    return Grammar(GrammarKind.LARK, text, "tools")
+    return Grammar(GrammarKind.LARK, text, "tools", tuple(f"parameters of {tool.function.name}" for tool in tools))
 
 
 def _joints(style: ToolStyle, opening: str, closing: str) -> tuple[str, str]:

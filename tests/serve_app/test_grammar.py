@@ -19,7 +19,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from engine import InvalidRequest, QueueFull, TokenConstraint
 from serve_app.messages import Grammar, GrammarKind
 from serve_app.protocol.structure import MAX_GRAMMAR_LENGTH
+from serve_app.protocol.tools import Tool
 from serve_app.text.grammar import NUM_THREADS, GrammarCompiler, GrammarConstraint
+from serve_app.text.tool_calls import ToolStyle
+from serve_app.text.tool_grammar import call_grammar
 
 MORE_IDS = 11
 """A model may have scores for ids that its tokenizer does not know."""
@@ -258,6 +261,37 @@ async def test_a_bad_grammar_is_refused_in_the_name_of_its_parameter(
     assert refusal.value.param == "response_format"
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def grammar_of_tools(schemas: list[dict[str, Any]]) -> Grammar:
+    tools = [
+        Tool.model_validate({"type": "function", "function": {"name": f"tool_{i}", "parameters": schema}})
+        for i, schema in enumerate(schemas)
+    ]
+    return call_grammar(tools, ToolStyle.HERMES, is_required=True, is_parallel=True, token_of=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({"a": {"type": "strin"}}, "strin"),
+        ({"a": {"multipleOf": 100_003}}, "multipleOf"),
+        ({"a": {"description": "\nargs_9: %json {", "pattern": "("}}, ""),
+    ],
+)
+async def test_a_refusal_names_the_tool_whose_schema_is_bad(broken: dict[str, Any], message: str) -> None:
+    grammar = grammar_of_tools([SCHEMA, {"type": "object", "properties": broken}, SCHEMA])
+    with pytest.raises(InvalidRequest, match=r"^tools is refused: parameters of tool_1: ") as refusal:
+        await COMPILERS["bytes"].constraint(grammar)
+    assert refusal.value.param == "tools"
+    assert message in str(refusal.value)
+
+
+async def test_a_refusal_names_no_tool_where_all_are_too_much_together() -> None:
+    schema = {"type": "object", "properties": {"a": {"multipleOf": 60_000}}}
+    grammar = grammar_of_tools([schema, schema])
+    with pytest.raises(InvalidRequest, match=r"^tools is refused: its values of multipleOf"):
+        await COMPILERS["bytes"].constraint(grammar)
 
 
 @pytest.mark.parametrize(
