@@ -452,8 +452,11 @@ ROUTER = Dashboard(
                 Panel(
                     "Waiting at the routers",
                     COUNT,
-                    "Requests without a first token.",
-                    (("router {{router}}", "@pitstop_requests_waiting_at_router"),),
+                    "Requests without a first token, and those that wait for weights to come before they are in line.",
+                    (
+                        ("router {{router}}", "@pitstop_requests_waiting_at_router"),
+                        ("router {{router}}, for weights", "@pitstop_requests_waiting_for_weights"),
+                    ),
                 ),
                 Panel(
                     "In flight at the routers",

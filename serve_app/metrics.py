@@ -255,6 +255,11 @@ ROUTER_METRICS = (
         "pitstop_queued_tokens_at_router", "gauge", "Tokens of prompts and expected answers in line at the router."
     ),
     MetricSpec("pitstop_requests_waiting_at_router", "gauge", "Requests that wait for their first token."),
+    MetricSpec(
+        "pitstop_requests_waiting_for_weights",
+        "gauge",
+        "Requests that wait, before the line, for a weight version that is yet to come.",
+    ),
     MetricSpec("pitstop_refusals_total", "counter", "Errors answered, by the code in the answer.", ("code",)),
     MetricSpec(
         "pitstop_routing_decisions_total",

@@ -116,7 +116,7 @@ class GenerationService:
         self.tenants = Tenants(settings.limits)
         self.in_flight = InFlight()
         max_waiting = settings.limits.max_queued_requests * settings.replicas.max
-        self._gate = VersionGate(fleet, settings.limits, max_waiting=max_waiting)
+        self._gate = VersionGate(fleet, settings.limits, max_waiting=max_waiting, recorder=observer.recorder)
         self.admission = Admission(
             settings.limits,
             max_waiting=max_waiting,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from engine import PitstopError
 from serve_app.messages import GenerateRequest
+from serve_app.metrics import Recorder
 from serve_app.protocol.errors import LineFull, WeightVersionUnavailable
 from serve_app.router.fleet import Fleet
 from serve_app.router.version_watch import FleetVersions
@@ -18,11 +19,13 @@ class VersionGate:
     Invariant: whoever waits holds neither a place nor tokens of the line.
     """
 
-    def __init__(self, fleet: Fleet, limits: LimitSettings, *, max_waiting: int) -> None:
+    def __init__(self, fleet: Fleet, limits: LimitSettings, *, max_waiting: int, recorder: Recorder) -> None:
         self._fleet = fleet
         self._limits = limits
         self._max_waiting = max_waiting
+        self._recorder = recorder
         self.num_waiting = 0
+        self._add(0)
 
     async def enter(self, request: GenerateRequest) -> GenerateRequest:
         """Waits until a replica serves the least version of a request, and gives it with the time that it has left.
@@ -41,11 +44,15 @@ class VersionGate:
                 self.num_waiting,
                 retry_after_s=wait_s,
             )
-        self.num_waiting += 1
+        self._add(1)
         try:
             return await self._wait(request, least)
         finally:
-            self.num_waiting -= 1
+            self._add(-1)
+
+    def _add(self, number: int) -> None:
+        self.num_waiting += number
+        self._recorder.set_gauge("pitstop_requests_waiting_for_weights", value=self.num_waiting)
 
     async def _wait(self, request: GenerateRequest, least: int) -> GenerateRequest:
         clock = asyncio.get_running_loop().time

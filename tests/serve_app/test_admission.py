@@ -230,7 +230,7 @@ async def test_a_stream_is_opened_when_its_turn_comes_with_the_time_that_is_left
         return Events()
 
     nobody: Any = None
-    gate = VersionGate(nobody, LimitSettings(), max_waiting=0)
+    gate = VersionGate(nobody, LimitSettings(), max_waiting=0, recorder=Recorder(ROUTER_METRICS))
     events = AdmittedEvents(line.admission, ask(timeout_s=8.0), open_events, gate=gate)
     first = asyncio.ensure_future(anext(events))
     await asyncio.sleep(3)

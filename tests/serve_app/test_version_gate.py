@@ -63,17 +63,22 @@ def wish(name: str = "r", *, least: int | None = 99, **fields: Any) -> GenerateR
     return GenerateRequest(name, [1] * 50, SamplingParams(max_new_tokens=10), hints, min_weight_version=least, **fields)
 
 
-def gate_of(fleet: Fleet, *, max_waiting: int = MAX_WAITING) -> VersionGate:
+def gate_of(fleet: Fleet, *, max_waiting: int = MAX_WAITING, recorder: Recorder | None = None) -> VersionGate:
     stands_in: Any = fleet
-    return VersionGate(stands_in, LimitSettings(version_wait_s=WAIT_S), max_waiting=max_waiting)
+    recorder = recorder or Recorder(ROUTER_METRICS)
+    return VersionGate(stands_in, LimitSettings(version_wait_s=WAIT_S), max_waiting=max_waiting, recorder=recorder)
+
+
+def shown(recorder: Recorder) -> str:
+    lines = recorder.expose().splitlines()
+    return next(line for line in lines if line.startswith("pitstop_requests_waiting_for_weights")).split()[-1]
 
 
 def test_who_waits_for_a_version_holds_nobody_up_and_is_told_in_its_own_time(loop: VirtualLoop) -> None:
-    fleet = Fleet()
-    gate = gate_of(fleet)
-    admission = Admission(
-        LimitSettings(), max_waiting=MAX_WAITING, recorder=Recorder(ROUTER_METRICS), prospect=lambda _: BUSY
-    )
+    fleet, recorder = Fleet(), Recorder(ROUTER_METRICS)
+    gate = gate_of(fleet, recorder=recorder)
+    admission = Admission(LimitSettings(), max_waiting=MAX_WAITING, recorder=recorder, prospect=lambda _: BUSY)
+    assert shown(recorder) == "0.0"
 
     def ask(request: GenerateRequest) -> Any:
         return anext(AdmittedEvents(admission, request, fleet.open, gate=gate))
@@ -88,6 +93,7 @@ def test_who_waits_for_a_version_holds_nobody_up_and_is_told_in_its_own_time(loo
         waits = [asyncio.ensure_future(refused_after(number / 30)) for number in range(300)]
         await asyncio.sleep(15)
         assert (gate.num_waiting, admission.num_waiting, admission.queued_tokens) == (300, 0, 0)
+        assert shown(recorder) == "300.0"
         before = loop.time()
         await ask(wish("other", least=None))
         assert loop.time() == pytest.approx(before, abs=0.01)
@@ -95,6 +101,7 @@ def test_who_waits_for_a_version_holds_nobody_up_and_is_told_in_its_own_time(loo
 
     assert loop.run(scene()) == pytest.approx([WAIT_S] * 300, abs=0.2)
     assert (gate.num_waiting, len(fleet.opened)) == (0, 1)
+    assert shown(recorder) == "0.0"
 
 
 def test_a_version_that_comes_lets_its_requests_in_with_the_time_that_is_left(loop: VirtualLoop) -> None:
