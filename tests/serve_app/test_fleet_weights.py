@@ -571,7 +571,9 @@ async def test_nobody_stands_still_while_requests_of_one_replica_finish(
         return await call_all(method, argument, timeout_s=timeout_s)
 
     fleet.call_all = look  # type: ignore[method-assign]
-    assert (await fleet.swap(folders["second"], in_flight=in_flight)).version == version + 1
+    async with beating(fleet):
+        result = await fleet.swap(folders["second"], in_flight=in_flight)
+    assert result.version == version + 1
     assert running["park"] == (0, False)
     output = managers[0].get_result(name, timeout=DEADLINE_S)
     assert output is not None
