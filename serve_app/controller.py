@@ -203,6 +203,10 @@ class WeightController:
         """Takes a replica's report and gives what it has to serve."""
         return await self._weights.heartbeat(report)
 
+    async def number(self, replica_id: str) -> int:
+        """Gives a new replica the number that labels its metrics."""
+        return await self._weights.number(replica_id)
+
     async def start_failed(self, replica_id: str, error: str) -> None:
         """Takes from a replica that is about to give up why it cannot serve what is committed."""
         await self._weights.start_failed(replica_id, error)

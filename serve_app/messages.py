@@ -419,6 +419,8 @@ class ReplicaReport:
     """The address of its machine."""
     cast: bool = False
     """Whether its weights were converted, where they are of another dtype, and so have to be to be read again."""
+    number: int | None = None
+    """The label `replica` of its metrics."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """One table of every metric the application exposes, and the few functions that turn numbers into Prometheus text.
 
-A replica is labelled by its rank, 0 to n-1, not by its id: a replica that replaces another takes its rank, so the
-series stay bounded and a restart is an ordinary counter reset.
+A replica is labelled by a number from 0, not by its id: it keeps the number for as long as it lives, and one that
+replaces it takes it over, so the series stay bounded and a restart is an ordinary counter reset. Routers are labelled
+by their ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -96,7 +96,7 @@ class EngineReplica:
         self._member = FleetMember(self._follower, self._pauses, controller=calls, report=self.report)
         await self._join()
         # From zero, so that the first one is a rise.
-        self._recorder.count("pitstop_heartbeat_failures_total", self._rank, amount=0)
+        self._recorder.count("pitstop_heartbeat_failures_total", self._number, amount=0)
         self._set_gauges()
         start_mirror(self._exposition, settings.metrics)
         self._heartbeat_task = asyncio.get_running_loop().create_task(self._send_heartbeats())
@@ -223,6 +223,7 @@ class EngineReplica:
             leases=self._pauses.orders,
             node=self._node,
             cast=self._follower.cast,
+            number=self._member.number,
         )
 
     # Numbers
@@ -303,8 +304,8 @@ class EngineReplica:
         return "drained" if state == "ready" and self._door.is_drained else state
 
     @property
-    def _rank(self) -> str:
-        return str(serve.get_replica_context().rank.rank)
+    def _number(self) -> str:
+        return str(self._member.number)
 
     @property
     def _max_model_len(self) -> int:
@@ -373,7 +374,7 @@ class EngineReplica:
         )
 
     async def _events(self, stream: TokenStream) -> AsyncGenerator[TokenEvent, None]:
-        timer = RequestTimer(self._recorder, stream, replica=self._rank)
+        timer = RequestTimer(self._recorder, stream, replica=self._number)
         while not stream.is_over():
             event = await stream.read(apart_s=self._apart_s())
             if any(each.finish_reason == FinishReason.FAILED for each in (event, *event.more)):
@@ -392,14 +393,14 @@ class EngineReplica:
 
     def _exposition(self) -> str:
         """Gives the numbers as they are; for any thread."""
-        return expose_engine(self._manager.stats(), replica=self._rank) + self._recorder.expose()
+        return expose_engine(self._manager.stats(), replica=self._number) + self._recorder.expose()
 
     def _set_gauges(self) -> None:
         stats = self._manager.stats()
         work_s = self._meter.work_s(self._meter.load(stats, self._streams.values()), stats)
-        self._recorder.set_gauge("pitstop_work_seconds", self._rank, value=work_s)
+        self._recorder.set_gauge("pitstop_work_seconds", self._number, value=work_s)
         target_s = self._settings.autoscaling.target_work_s
-        self._recorder.set_gauge("pitstop_work_target_seconds", self._rank, value=target_s)
+        self._recorder.set_gauge("pitstop_work_target_seconds", self._number, value=target_s)
 
     async def _join(self) -> None:
         """Brings a new replica to the committed version; raises when it cannot, so that it never gets ready."""
@@ -424,7 +425,7 @@ class EngineReplica:
                 self._hears_controller = True
             except Exception:
                 # Ray raises many kinds while the controller is away; serving goes on, and the next beat tries again.
-                self._recorder.count("pitstop_heartbeat_failures_total", self._rank)
+                self._recorder.count("pitstop_heartbeat_failures_total", self._number)
                 if self._hears_controller:
                     logger.exception("event=heartbeat_failed replica=%s", self._replica_id)
                 self._hears_controller = False
@@ -450,6 +451,7 @@ def _calls_of(controller: DeploymentHandle[Any], replica_id: str) -> ControllerC
         committed=lambda: _result(handle.committed.remote()),
         digests=lambda version: _result(handle.digests.remote(version)),
         start_failed=lambda reason: _result(handle.start_failed.remote(replica_id, reason)),
+        number=lambda: _result(handle.number.remote(replica_id)),
     )
 
 

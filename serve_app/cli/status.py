@@ -32,11 +32,13 @@ def _print_replicas(replicas: list[dict[str, Any]]) -> None:
         typer.echo("no replica has reported")
         return
     table = plain_table()
-    for name in ("replica", "version", "state", "running", "waiting", "KV cache", "ranks", "error"):
-        table.add_column(name, justify="right" if name in ("version", "running", "waiting", "KV cache") else "left")
+    for name in ("replica", "number", "version", "state", "running", "waiting", "KV cache", "ranks", "error"):
+        is_number = name in ("number", "version", "running", "waiting", "KV cache")
+        table.add_column(name, justify="right" if is_number else "left")
     for replica in replicas:
         table.add_row(
             replica["replica_id"],
+            "" if replica["number"] is None else str(replica["number"]),
             str(replica["version"]),
             replica["state"],
             str(replica["num_running"]),

@@ -28,6 +28,7 @@ class ControllerCalls:
     committed: Callable[[], Awaitable[CommittedWeights]]
     digests: Callable[[int], Awaitable[Mapping[str, str]]]
     start_failed: Callable[[str], Awaitable[None]]
+    number: Callable[[], Awaitable[int]]
 
 
 class CannotJoin(RuntimeError):
@@ -49,11 +50,17 @@ class FleetMember:
         self._pauses = pauses
         self._controller = controller
         self._report = report
+        self.number: int | None = None
+        """Which replica it is, from the time it has joined: see `ReplicaNumbers`."""
         self._catching_up: asyncio.Task[bool] | None = None
         self._confirmation: asyncio.Task[None] | None = None
 
     async def join(self) -> None:
         """Brings a new replica to the committed version; raises CannotJoin, so that it never gets ready."""
+        await self._reach_committed()
+        self.number = await asyncio.wait_for(self._controller.number(), ANSWER_TIMEOUT_S)
+
+    async def _reach_committed(self) -> None:
         while True:
             committed = await asyncio.wait_for(self._controller.committed(), JOIN_TIMEOUT_S)
             if self._follower.version >= committed.version:

@@ -38,6 +38,7 @@ from serve_app.weights.fleet_calls import CallAll, FleetCalls
 from serve_app.weights.history import WeightHistory
 from serve_app.weights.hub_source import HubFetches, fetch_from_hub
 from serve_app.weights.pause_leases import BARRIER, HELD_BACK_S, PauseLeases
+from serve_app.weights.replica_numbers import ReplicaNumbers
 from serve_app.weights.replica_reports import ReplicaReports
 from serve_app.weights.stragglers import Stragglers
 from serve_app.weights.swap_checks import MAX_LAYERS, check_base, check_lease, check_pause, check_rollback, check_swap
@@ -75,6 +76,7 @@ class FleetWeights:
         self._kill = kill
         self._turn = SwapTurn()
         self._fetches = HubFetches(fetch_from_hub)
+        self._numbers = ReplicaNumbers()
         self._reports = ReplicaReports(forget_after_s=settings.forget_after_s)
         self._calls = FleetCalls(settings, self._reports, call_all=call_all)
         self._two_phases = TwoPhaseSwap(
@@ -106,6 +108,7 @@ class FleetWeights:
             self._recorder.count("pitstop_replica_starts_total")
             # A replica has started, so what kept another from it is mended.
             self._problem = None
+        self._numbers.adopt(report.replica_id, report.number)
         for order in report.leases:
             self._leases.adopt(order)
         await self._recover()
@@ -120,6 +123,11 @@ class FleetWeights:
         kept = {order.lease_id for order in pauses}
         over = [one.lease_id for one in report.leases if one.lease_id.startswith(BARRIER) and one.lease_id not in kept]
         return replace(committed, pauses=pauses, ended_pauses=(*self._leases.ended(), *over))
+
+    async def number(self, replica_id: str) -> int:
+        """Gives a new replica its number."""
+        await self._recover()
+        return self._numbers.take(replica_id, alive=self._reports.names())
 
     async def digests(self, version: int) -> Mapping[str, str]:
         """Gives the digest of each tensor of a committed version, none where they are not known any more."""

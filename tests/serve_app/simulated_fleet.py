@@ -157,6 +157,7 @@ class Replica:
             committed=lambda: fleet.to_controller(self, lambda weights: weights.committed()),
             digests=lambda version: fleet.to_controller(self, lambda weights: weights.digests(version)),
             start_failed=lambda reason: fleet.to_controller(self, lambda weights: weights.start_failed(name, reason)),
+            number=lambda: fleet.to_controller(self, lambda weights: weights.number(name)),
         )
         self.member = FleetMember(self.follower, self.pauses, controller=calls, report=self.report)
         self.life = fleet.loop.create_task(self._live())
@@ -177,6 +178,7 @@ class Replica:
             reply=follower.reply,
             leases=self.pauses.orders,
             cast=follower.cast,
+            number=self.member.number,
         )
 
     def end(self) -> None:

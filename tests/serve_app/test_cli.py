@@ -406,7 +406,7 @@ def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixtur
     result = SwapResult(2, 1, ["a"], staged_s=0.5, paused_s=0.04, total_s=0.6)
     status = FleetStatus(
         CommittedWeights(2),
-        [ReplicaReport("a", 1, "lagging", error="there is no folder /w")],
+        [ReplicaReport("a", 1, "lagging", error="there is no folder /w", number=0)],
         history=[
             CommittedVersion(2, WeightSource("/w"), label="[b]step 5[/b]", requested_by="me", result=result),
             CommittedVersion(1),
@@ -425,8 +425,8 @@ def test_status_shows_the_history_and_what_is_wrong(capsys: pytest.CaptureFixtur
         "problem: replica b cannot start",
         "not committed: today, step 6, there is no folder /x",
         "",
-        "replica  version  state    running  waiting  KV cache  ranks  error",
-        "a              1  lagging        0        0       0 %  1      there is no folder /w",
+        "replica  number  version  state    running  waiting  KV cache  ranks  error",
+        "a             0        1  lagging        0        0       0 %  1      there is no folder /w",
         "",
         "version  from                           label          committed  by  pause  in all",
         "      2  /w                             [b]step 5[/b]             me  40 ms   0.6 s",

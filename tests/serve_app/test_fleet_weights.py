@@ -98,6 +98,7 @@ class Fleet:
                     committed=lambda: self.weights.committed(),
                     digests=lambda version: self.weights.digests(version),
                     start_failed=lambda reason, name=name: self.weights.start_failed(name, reason),  # type: ignore[misc]
+                    number=lambda name=name: self.weights.number(name),  # type: ignore[misc]
                 ),
                 report=lambda name=name: self.report(name),  # type: ignore[misc]
             )
