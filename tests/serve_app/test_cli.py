@@ -138,6 +138,141 @@ def test_serve_names_what_a_model_folder_lacks(
     assert reason in refusal(capsys)
 
 
+MISSHAPEN_CONFIGS: dict[str, bytes] = {
+    "empty": b"",
+    "cut off": b'{"dtype": "flo',
+    "no text": b"\xff\xfe\x00",
+    "nested without end": b"[" * 100_000,
+    "list": b"[]",
+    "null": b"null",
+    "number": b"5",
+    "text": b'"llama"',
+}
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+@pytest.mark.parametrize("content", MISSHAPEN_CONFIGS.values(), ids=MISSHAPEN_CONFIGS.keys())
+def test_a_config_of_a_model_that_cannot_be_read_is_told_in_one_line(
+    content: bytes,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "config.json").write_bytes(content)
+    options = ("--port", str(free_port), "--model", folder, "--cache-dir", tmp_path / "cache")
+    if command == "serve":
+        assert run(monkeypatch, "serve", CONFIG, *options) == 1
+        told = refusal(capsys)
+    else:
+        assert run(monkeypatch, "doctor", CONFIG, *options, "--json") == 1
+        (told,) = (one["what"] for one in json.loads(capsys.readouterr().out) if one["level"] == "error")
+    assert f"{folder / 'config.json'} " in told
+    assert "is not JSON" in told or "a model's config is an object" in told
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("~nobody-of-this-name/model", "cannot be read: Could not determine home directory"),
+        ("/" + "x" * 300, "cannot be read: File name too long"),
+    ],
+)
+def test_a_name_that_no_folder_can_have_is_told(
+    model: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    assert run(monkeypatch, "serve", CONFIG, "--port", str(free_port), "--model", model, "--cache-dir", tmp_path) == 1
+    assert reason in refusal(capsys)
+
+
+def test_weights_that_are_links_to_nothing_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "model-2.safetensors").symlink_to(tmp_path / "gone")
+    assert run(monkeypatch, "serve", CONFIG, "--port", str(free_port), "--model", folder, "--cache-dir", tmp_path) == 1
+    assert "model-2.safetensors is no file" in refusal(capsys)
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+@pytest.mark.parametrize("place", ["/proc/nope", "a file", "a file/below", "a folder with a file named run"])
+def test_a_cache_folder_that_cannot_be_written_is_told_before_anything_starts(
+    place: str,
+    has_key: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    if has_key:
+        monkeypatch.setenv("PITSTOP_ADMIN_KEY", "0123456789abcdef")
+    cache_dir = tmp_path / place
+    (tmp_path / "a file").touch()
+    (tmp_path / "a folder with a file named run").mkdir()
+    (tmp_path / "a folder with a file named run" / "run").touch()
+    options = ("--port", str(free_port), "--model", make_model(tmp_path / "model"), "--cache-dir", cache_dir)
+    assert run(monkeypatch, "serve", CONFIG, *options) == 1
+    told = refusal(capsys)
+    assert str(cache_dir) in told
+    assert "cannot be written: " in told
+    assert "name another cache folder with --cache-dir" in told
+    if "run" not in place:
+        run(monkeypatch, "doctor", "--cache-dir", cache_dir, "--json")
+        (problem,) = (one for one in json.loads(capsys.readouterr().out) if one["subject"] == "cache folder")
+        assert problem["level"] == "error"
+        assert f"{cache_dir} cannot be written" in problem["what"]
+
+
+@pytest.mark.parametrize("name", ["run/serve-{port}.yaml", "admin.key"])
+def test_what_lies_in_the_way_of_a_file_of_the_cache_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    in_the_way = tmp_path / "cache" / name.format(port=free_port)
+    in_the_way.mkdir(parents=True)
+    model = make_model(tmp_path / "model")
+    options = ("--port", str(free_port), "--model", model, "--replicas", "1", "--cache-dir", tmp_path / "cache")
+    assert run(monkeypatch, "serve", CONFIG, *options) == 1
+    told = refusal(capsys)
+    assert str(in_the_way) in told
+    assert "Is a directory" in told
+
+
+def test_a_made_up_key_that_was_cut_off_is_told(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").touch()
+    with pytest.raises(CommandFailed, match=r"there is no admin key in .*; remove .*admin\.key to have another made"):
+        ensure_key_file(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CommandFailed, match="cannot be kept in"):
+        ensure_key_file(tmp_path / "file")
+
+
+def test_looking_at_a_cache_folder_leaves_nothing_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "doctor", "--cache-dir", tmp_path / "not" / "there", "--json") == 0
+    assert "can be written" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("host", ["..", "\u00e4..b", "a\0b", "no such name"])
+def test_a_host_that_is_no_name_is_told(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["http_options"]["host"] = host
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    assert run(monkeypatch, "serve", config, "--cache-dir", tmp_path) == 1
+    assert repr(host)[1:-1] in refusal(capsys)
+
+
 def test_serve_compares_the_model_with_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
 ) -> None:

@@ -9,7 +9,7 @@ from engine import PitstopError, check_model
 from serve_app.bearer_keys import parse_keys
 from serve_app.cli.doctor.finding import Finding, Findings, error, good, warning
 from serve_app.cli.failure import CommandFailed
-from serve_app.cli.preflight import GIB, check_memory, check_port, locate_model, weights_bytes
+from serve_app.cli.preflight import GIB, check_memory, check_port, locate_model, weights_bytes, why_not_writable
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
 from serve_app.settings import AppSettings, available_cores, parse_settings
 
@@ -186,13 +186,16 @@ def _folders(settings: AppSettings) -> Findings:
         place = getattr(weights, name)
         if place is None:
             continue
-        if Path(place).is_dir() and os.access(place, os.W_OK | os.X_OK):
-            yield good(f"weights.{name}", f"{place} can be written")
+        if not os.path.lexists(place):
+            state = "does not exist"
+        elif (reason := why_not_writable(Path(place))) is not None:
+            state = f"cannot be written: {reason}"
         else:
-            state = "cannot be written" if Path(place).exists() else "does not exist"
-            yield error(
-                f"weights.{name}", f"{place} {state}", why="no version can be kept there", remedy=f"mkdir -p {place}"
-            )
+            yield good(f"weights.{name}", f"{place} can be written")
+            continue
+        yield error(
+            f"weights.{name}", f"{place} {state}", why="no version can be kept there", remedy=f"mkdir -p {place}"
+        )
     if weights.folder is None:
         yield warning(
             "weights.folder",
