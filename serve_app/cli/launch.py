@@ -17,7 +17,7 @@ from serve_app.bearer_keys import parse_keys
 from serve_app.cli.admin import DEFAULT_URL
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import ensure_key_file
-from serve_app.cli.preflight import cache_failure, check_cache_dir, check_memory, check_port, locate_model
+from serve_app.cli.preflight import cache_failure, check_cache_dir, check_device, check_memory, check_port, locate_model
 from serve_app.cli.processes import end_supervised, start_supervised
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
@@ -98,7 +98,7 @@ def _run(startup: Startup) -> None:
 
 
 def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str]:
-    """Check settings, model and memory, put the model's folder and name into config; give the child's environment."""
+    """Check settings, device, model and memory; put the model's folder and name into config, give the environment."""
     # Importing the engine's torch takes seconds, which the other commands and refusals need not wait for.
     from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_settings
 
@@ -110,10 +110,11 @@ def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str
         parse_keys(settings.api_keys(), what="API key")
     except ValueError as error:
         raise CommandFailed(str(error)) from error
+    fleet = settings.replicas
+    check_device(settings.device, num_gpus=fleet.least_gpus)
     config.args["served_model_name"] = settings.model_name
     config.args["model"] = model = locate_model(settings.model, cache_dir=cache_dir)
-    if Path(model).is_dir() and not settings.replicas.num_gpus:
-        fleet = settings.replicas
+    if Path(model).is_dir() and not fleet.num_gpus:
         check_memory(Path(model), replicas=fleet.max, ranks=fleet.tensor_parallel_size, dtype=settings.dtype)
     added = {} if has_admin_key else {ADMIN_KEY_FILE_VARIABLE: str(ensure_key_file(cache_dir))}
     return inherited_environment(defaults=SERVE_DEFAULTS, added=added)

@@ -1,4 +1,4 @@
-"""What can be known to fail before anything is started: port, cache folder, model folder, memory."""
+"""What can be known to fail before anything is started: port, cache folder, device, model folder, memory."""
 
 import errno
 import json
@@ -60,6 +60,30 @@ def why_not_writable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror or str(error)
+
+
+def check_device(device: str, *, num_gpus: float) -> None:
+    """Raise CommandFailed when this machine lacks what the replicas are to run on.
+
+    num_gpus: that the least number of replicas reserves, together.
+    """
+    import torch
+
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if num_gpus > found:
+        raise CommandFailed(
+            f"{num_gpus:g} GPU(s) are asked for by replicas.min, and torch sees {found} here; configs/local.yaml serves"
+            " on a CPU, else check the driver and CUDA_VISIBLE_DEVICES"
+        )
+    kind, _, number = device.partition(":")
+    if kind == "cuda" and not found:
+        raise CommandFailed(
+            f"device is {device!r}, and torch sees no GPU; say device: cpu, or install a build of torch for this driver"
+        )
+    if kind == "cuda" and int(number or 0) >= found:
+        raise CommandFailed(
+            f"device is {device!r}, and torch sees {found} GPU(s), which count from 0; say device: cuda"
+        )
 
 
 def locate_model(model: str, *, cache_dir: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from serve_app.cli import main
@@ -135,6 +136,40 @@ def test_serve_names_what_a_model_folder_lacks(
         (make_model(folder) / missing).unlink()
     options = ("--port", str(free_port), "--model", folder, "--cache-dir", tmp_path / "cache")
     assert run(monkeypatch, "serve", CONFIG, *options) == 1
+    assert reason in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("args", "num_present", "reason"),
+    [
+        ({"device": "tpu"}, 0, "device is 'tpu'; it must be auto, cpu, cuda"),
+        ({"device": "cuda"}, 0, "device is 'cuda', and torch sees no GPU"),
+        ({"device": "cuda:0"}, 0, "device is 'cuda:0', and torch sees no GPU"),
+        ({"device": "cuda:2"}, 2, "device is 'cuda:2', and torch sees 2 GPU(s), which count from 0"),
+        ({"device": "auto", "replicas": {"num_gpus": 1}}, 0, "1 GPU(s) are asked for by replicas.min"),
+        ({"device": "cuda", "replicas": {"min": 3, "max": 3, "num_gpus": 1}}, 2, "3 GPU(s) are asked for"),
+        # All is there, so that the model is looked for next.
+        ({"device": "cuda:1", "replicas": {"num_gpus": 1}}, 2, "run `pitstop fetch`"),
+        ({"device": "auto"}, 0, "run `pitstop fetch`"),
+        ({"device": "cpu", "replicas": {"min": 0, "num_gpus": 0}}, 0, "run `pitstop fetch`"),
+    ],
+)
+def test_a_device_that_is_not_there_is_told_before_anything_starts(
+    args: dict[str, Any],
+    num_present: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_present > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_present)
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["applications"][0]["args"] = args
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    assert run(monkeypatch, "serve", config, "--port", str(free_port), "--cache-dir", tmp_path / "cache") == 1
     assert reason in refusal(capsys)
 
 

@@ -9,7 +9,15 @@ from engine import PitstopError, check_model
 from serve_app.bearer_keys import parse_keys
 from serve_app.cli.doctor.finding import Finding, Findings, error, good, warning
 from serve_app.cli.failure import CommandFailed
-from serve_app.cli.preflight import GIB, check_memory, check_port, locate_model, weights_bytes, why_not_writable
+from serve_app.cli.preflight import (
+    GIB,
+    check_device,
+    check_memory,
+    check_port,
+    locate_model,
+    weights_bytes,
+    why_not_writable,
+)
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
 from serve_app.settings import AppSettings, available_cores, parse_settings
 
@@ -128,23 +136,18 @@ def _hub_model(name: str, environment: Mapping[str, str]) -> Finding:
 def _devices(settings: AppSettings) -> Findings:
     import torch
 
-    replicas, found = settings.replicas, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    needed = replicas.min * replicas.tensor_parallel_size * replicas.num_gpus
-    if needed > found:
+    try:
+        check_device(settings.device, num_gpus=settings.replicas.least_gpus)
+    except CommandFailed as problem:
         yield error(
             "gpu",
-            f"{needed:g} GPU(s) are asked for by replicas.min, and torch sees {found} here",
-            why="Ray waits for them without end, unless other machines of the cluster have them",
-            remedy="configs/local.yaml serves on a CPU; else check the driver and CUDA_VISIBLE_DEVICES",
+            str(problem),
+            why="no replica can start, and Ray waits without end for GPUs that other machines of its cluster lack, too",
+            remedy="correct `device` and `replicas`",
         )
-    elif settings.device.startswith("cuda") and not found:
-        yield error(
-            "gpu",
-            f"device is {settings.device!r}, and torch sees no GPU",
-            why="no replica can start",
-            remedy="device: cpu, or a build of torch for this driver",
-        )
-    elif found and not replicas.num_gpus:
+        return
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found and not settings.replicas.num_gpus:
         yield warning(
             "gpu", f"{found} are here and none is used", why="the CPU is many times slower", remedy="configs/gpu.yaml"
         )
