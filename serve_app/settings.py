@@ -363,7 +363,12 @@ class AppSettings(Section):
     @classmethod
     def _read_engine(cls, value: Any) -> Any:
         # A strict dataclass takes no mapping from its parent, and a config file has nothing else to give.
-        return ContinuousBatchingConfig(**value) if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            return value
+        for name in value:
+            if not isinstance(name, str):
+                raise ValueError(f"engine.{name} is not a setting")
+        return ContinuousBatchingConfig(**value)
 
     @field_validator("device")
     @classmethod
@@ -468,6 +473,8 @@ def _describe(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{place} is not a setting"
+    if problem["type"] in ("model_type", "dataclass_type", "dataclass_exact_type"):
+        return f"{place} is {problem['input']!r}; it must be a mapping of settings"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     return f"{place} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}"

@@ -103,8 +103,8 @@ def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str
     from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_settings
 
     try:
-        if (unknown := config.unknown_key()) is not None:
-            raise ValueError(f"{unknown} is not a key of a Serve config; remove or correct it")
+        if (problem := config.problem()) is not None:
+            raise ValueError(problem)
         settings = parse_settings(config.args)
         has_admin_key = settings.admin_key() is not None
         parse_keys(settings.api_keys(), what="API key")

@@ -203,3 +203,12 @@ def test_the_store_is_where_it_was_said_else_beside_the_manifest_else_temporary(
         assert len(set(others)) == 3
     with pytest.raises(ValueError, match=r"weights\.store is 'a'; it must be absolute"):
         place(store="a")
+
+
+@pytest.mark.parametrize("section", ["engine", "workload_hints", "replicas", "weights"])
+@pytest.mark.parametrize("value", [5, "x", [1], {1: 2}])
+def test_a_section_that_is_no_mapping_of_names_is_refused_in_one_line(section: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"settings: {section}(\.1)? is ") as caught:
+        parse_settings({section: value})
+    assert "instance of" not in str(caught.value)
+    assert "\n" not in str(caught.value)

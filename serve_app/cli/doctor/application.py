@@ -28,8 +28,8 @@ def check_application(
     """Gives what is to be said of the config, and of what it asks of this machine."""
     try:
         config = read_config(config_file, overrides)
-        if (unknown := config.unknown_key()) is not None:
-            raise ValueError(f"{unknown} is not a key of a Serve config")
+        if (refusal := config.problem()) is not None:
+            raise ValueError(refusal)
         settings = parse_settings(config.args)
     except (CommandFailed, ValueError) as problem:
         yield error("config", str(problem), why="nothing is started from it", remedy=f"correct {config_file}")
