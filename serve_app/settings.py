@@ -243,6 +243,12 @@ class WeightSettings(Section):
         return Path(tempfile.gettempdir()) / f"pitstop-store-{os.getuid()}-{name}"
 
     @property
+    def named_folders(self) -> dict[str, str]:
+        """The folders that have to be there, by the names of their settings."""
+        named = {"folder": self.folder, "store": self.store, "undo_folder": self.undo_folder}
+        return {f"weights.{name}": place for name, place in named.items() if place is not None}
+
+    @property
     def is_store_durable(self) -> bool:
         """Whether the store is where the user said, and not a temporary folder of one machine."""
         return self.store is not None or self.folder is not None

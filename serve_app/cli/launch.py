@@ -17,7 +17,15 @@ from serve_app.bearer_keys import parse_keys
 from serve_app.cli.admin import DEFAULT_URL
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import ensure_key_file
-from serve_app.cli.preflight import cache_failure, check_cache_dir, check_device, check_memory, check_port, locate_model
+from serve_app.cli.preflight import (
+    cache_failure,
+    check_cache_dir,
+    check_device,
+    check_memory,
+    check_port,
+    check_weight_folder,
+    locate_model,
+)
 from serve_app.cli.processes import end_supervised, start_supervised
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
@@ -98,7 +106,7 @@ def _run(startup: Startup) -> None:
 
 
 def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str]:
-    """Check settings, device, model and memory; put the model's folder and name into config, give the environment."""
+    """Check what the config asks of this machine; put the model's folder and name into it, give an environment."""
     # Importing the engine's torch takes seconds, which the other commands and refusals need not wait for.
     from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_settings
 
@@ -112,6 +120,8 @@ def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str
         raise CommandFailed(str(error)) from error
     fleet = settings.replicas
     check_device(settings.device, num_gpus=fleet.least_gpus)
+    for setting, place in settings.weights.named_folders.items():
+        check_weight_folder(setting, place)
     config.args["served_model_name"] = settings.model_name
     config.args["model"] = model = locate_model(settings.model, cache_dir=cache_dir)
     if Path(model).is_dir() and not fleet.num_gpus:

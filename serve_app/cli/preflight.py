@@ -49,6 +49,14 @@ def cache_failure(place: Path, reason: str | None) -> CommandFailed:
     return CommandFailed(f"{place} cannot be written: {reason}; name another cache folder with --cache-dir")
 
 
+def check_weight_folder(setting: str, place: str) -> None:
+    """Raise CommandFailed when no weights or versions could be kept there. setting: what names the folder."""
+    if not os.path.lexists(place):
+        raise CommandFailed(f"{setting} {place} does not exist; make or mount it")
+    if (reason := why_not_writable(Path(place))) is not None:
+        raise CommandFailed(f"{setting} {place} cannot be written: {reason}; name another folder, or mend this one")
+
+
 def why_not_writable(folder: Path) -> str | None:
     """Why nothing can be made in this folder, or the folder itself where it is not there; None where all can.
 

@@ -180,6 +180,34 @@ def test_a_device_that_is_not_there_is_told_before_anything_starts(
     assert reason in refusal(capsys)
 
 
+@pytest.mark.parametrize("setting", ["folder", "store", "undo_folder"])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("/proc/nope", "does not exist; make or mount it"),
+        ("/proc", "cannot be written: "),
+        ("/etc/hostname", "cannot be written: Not a directory"),
+    ],
+)
+def test_a_folder_of_weights_that_cannot_be_used_is_told_before_anything_starts(
+    setting: str,
+    place: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["applications"][0]["args"] = {"model": str(make_model(tmp_path / "model")), "weights": {setting: place}}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    # Only where nothing is said of the folder is the cache folder's last file in the way.
+    (tmp_path / "cache" / "run" / f"serve-{free_port}.yaml").mkdir(parents=True)
+    assert run(monkeypatch, "serve", config, "--port", str(free_port), "--cache-dir", tmp_path / "cache") == 1
+    assert f"weights.{setting} {place} {reason}" in refusal(capsys)
+
+
 MISSHAPEN_CONFIGS: dict[str, bytes] = {
     "empty": b"",
     "cut off": b'{"dtype": "flo',
@@ -404,7 +432,11 @@ def with_value(tree: Any, place: tuple[str | int, ...], value: Any) -> Any:
 def whole_config() -> Any:
     """Our config with one of each kind that it has none of."""
     tree = yaml.safe_load(CONFIG.read_text())
-    tree["applications"][0]["args"] |= {"engine": {"page_size": 16}, "cors_origins": ["*"], "weights": {"store": "/x"}}
+    tree["applications"][0]["args"] |= {
+        "engine": {"page_size": 16},
+        "cors_origins": ["*"],
+        "weights": {"store": "/tmp"},
+    }
     tree["applications"][0] |= {"deployments": [{"name": "EngineReplica"}], "runtime_env": {"env_vars": {"A": "b"}}}
     return tree
 

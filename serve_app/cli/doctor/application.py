@@ -1,7 +1,6 @@
 """The application that a config file asks for: whether this machine can serve it."""
 
 import ipaddress
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,9 +13,9 @@ from serve_app.cli.preflight import (
     check_device,
     check_memory,
     check_port,
+    check_weight_folder,
     locate_model,
     weights_bytes,
-    why_not_writable,
 )
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
 from serve_app.settings import AppSettings, available_cores, parse_settings
@@ -185,20 +184,12 @@ def _threads(settings: AppSettings, environment: Mapping[str, str]) -> Findings:
 
 def _folders(settings: AppSettings) -> Findings:
     weights = settings.weights
-    for name in ("folder", "store", "undo_folder"):
-        place = getattr(weights, name)
-        if place is None:
-            continue
-        if not os.path.lexists(place):
-            state = "does not exist"
-        elif (reason := why_not_writable(Path(place))) is not None:
-            state = f"cannot be written: {reason}"
-        else:
-            yield good(f"weights.{name}", f"{place} can be written")
-            continue
-        yield error(
-            f"weights.{name}", f"{place} {state}", why="no version can be kept there", remedy=f"mkdir -p {place}"
-        )
+    for setting, place in weights.named_folders.items():
+        try:
+            check_weight_folder(setting, place)
+            yield good(setting, f"{place} can be written")
+        except CommandFailed as problem:
+            yield error(setting, str(problem), why="no version can be kept there", remedy=f"mkdir -p {place}")
     if weights.folder is None:
         yield warning(
             "weights.folder",
