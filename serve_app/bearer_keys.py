@@ -41,8 +41,9 @@ def parse_keys(source: KeySource, *, what: str) -> dict[str, str | None]:
 def _read_text(path: str, what: str) -> str:
     try:
         return Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+    except (OSError, UnicodeDecodeError, RuntimeError) as error:
+        # A RuntimeError is of a home folder that is not known.
+        reason = "it is not text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", error)
         raise ValueError(f"the {what} file {path} cannot be read: {reason}") from None
 
 

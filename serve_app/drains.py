@@ -9,6 +9,8 @@ from serve_app.messages import DrainOrder, DrainRequest, DrainResult, FleetStatu
 
 CALL_TIMEOUT_S = 10.0
 """For replicas to close their doors; they do so between two events of their loop."""
+ASK_TIMEOUT_S = 5.0
+"""For replicas to say whether they take requests; at once, but where one hangs, which health checks soon end."""
 LOOK_INTERVAL_S = 0.1
 """Between two looks at what is left on them; replicas report once a second."""
 IN_SERVICE = frozenset({"ready", "staging", "staged", "paused"})
@@ -35,8 +37,6 @@ class Drains:
         self._call_all = call_all
         self._kill = kill
         self._lock = asyncio.Lock()
-        self._drained: set[str] = set()
-        """By the latest orders; reports say so a heartbeat later."""
 
     async def drain(self, request: DrainRequest) -> DrainResult:
         """Waits until the replicas are empty, or the time is up. Raises InvalidRequest for what cannot be drained."""
@@ -44,17 +44,9 @@ class Drains:
         async with self._lock:
             reports = (await self._status()).replicas
             meant = _meant(request, reports)
-            out = meant | self._drained
-            if not request.is_forced and not any(
-                report.state in IN_SERVICE and report.replica_id not in out for report in reports
-            ):
-                raise InvalidRequest(
-                    f"{', '.join(sorted(meant))} drained would leave no replica that serves; add one first, or say"
-                    " force",
-                    "replica_ids",
-                )
+            if not request.is_forced:
+                await self._check_another_serves(meant, reports)
             drained = await self._set(meant, is_drained=True)
-            self._drained = (self._drained | drained) & {report.replica_id for report in reports}
         left = await self._wait_until_empty(drained, timeout_s=request.timeout_s)
         if request.is_replaced:
             for replica_id in sorted(drained - left.keys()):
@@ -65,9 +57,28 @@ class Drains:
         """Lets the replicas take requests again."""
         async with self._lock:
             meant = _meant(request, (await self._status()).replicas)
-            opened = await self._set(meant, is_drained=False)
-            self._drained -= opened
-            return DrainResult(sorted(opened))
+            return DrainResult(sorted(await self._set(meant, is_drained=False)))
+
+    async def _check_another_serves(self, meant: frozenset[str], reports: list[ReplicaReport]) -> None:
+        """Raises InvalidRequest where none but these serves.
+
+        Reports do not tell: they are some seconds old, and a replica that Serve is taking away says it is ready until
+        its streams have ended. So those that Serve runs are asked; Serve hands a call to no others.
+        """
+        in_step = {report.replica_id for report in reports if report.state in IN_SERVICE}
+        try:
+            answers = await self._call_all("takes_requests_beside", meant, timeout_s=ASK_TIMEOUT_S)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"a replica did not say within {ASK_TIMEOUT_S:g} s whether it serves, so maybe none would beside"
+                f" {', '.join(sorted(meant))}; try again, or say force",
+                "replica_ids",
+            ) from None
+        if not any(isinstance(answer, str) and answer in in_step for answer in answers):
+            raise InvalidRequest(
+                f"{', '.join(sorted(meant))} drained would leave no replica that serves; add one first, or say force",
+                "replica_ids",
+            )
 
     async def _set(self, meant: frozenset[str], *, is_drained: bool) -> set[str]:
         answers = await self._call_all("set_drained", DrainOrder(meant, is_drained), timeout_s=CALL_TIMEOUT_S)

@@ -28,6 +28,7 @@ from engine import (
     TokenConstraint,
 )
 from serve_app.door import Door
+from serve_app.drains import IN_SERVICE
 from serve_app.load_meter import LoadMeter
 from serve_app.messages import (
     DrainOrder,
@@ -152,6 +153,12 @@ class EngineReplica:
         else:
             self._door.undrain()
         logger.info("event=replica_drained replica=%s is_drained=%s", self._replica_id, order.is_drained)
+        return self._replica_id
+
+    async def takes_requests_beside(self, meant: frozenset[str]) -> str | None:
+        """Gives its id where it takes requests and is none of these."""
+        if self._replica_id in meant or self._door.is_drained or self._state not in IN_SERVICE:
+            return None
         return self._replica_id
 
     # Weights

@@ -4,6 +4,7 @@ The only module that reads the environment: the admin key, and the cores this pr
 """
 
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,6 +23,9 @@ ADMIN_KEY_FILE_VARIABLE = "PITSTOP_ADMIN_KEY_FILE"
 API_KEYS_VARIABLE = "PITSTOP_API_KEYS"
 API_KEYS_FILE_VARIABLE = "PITSTOP_API_KEYS_FILE"
 BUCKET_NAMES = ("latency", "token_latency", "pause", "length")
+DEVICE = re.compile(r"cpu|cuda(:(0|[1-9][0-9]?))?")
+"""What the engine serves on, as torch names it; torch itself knows a dozen others, and numbers up to 127."""
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+")
 CGROUP_V2_CPU = Path("/sys/fs/cgroup/cpu.max")
 
 
@@ -87,6 +91,11 @@ class ReplicaSettings(Section):
     @property
     def is_autoscaled(self) -> bool:
         return self.min != self.max
+
+    @property
+    def least_gpus(self) -> float:
+        """GPUs that Ray reserves for `min` replicas together."""
+        return self.min * self.tensor_parallel_size * self.num_gpus
 
     def threads(self) -> int:
         """Gives the torch threads of one rank on this machine."""
@@ -234,6 +243,12 @@ class WeightSettings(Section):
         return Path(tempfile.gettempdir()) / f"pitstop-store-{os.getuid()}-{name}"
 
     @property
+    def named_folders(self) -> dict[str, str]:
+        """The folders that have to be there, by the names of their settings."""
+        named = {"folder": self.folder, "store": self.store, "undo_folder": self.undo_folder}
+        return {f"weights.{name}": place for name, place in named.items() if place is not None}
+
+    @property
     def is_store_durable(self) -> bool:
         """Whether the store is where the user said, and not a temporary folder of one machine."""
         return self.store is not None or self.folder is not None
@@ -310,7 +325,7 @@ class AppSettings(Section):
     model: a local folder, a hub id, or the name of the default model (see `model_store`).
     served_model_name: the name clients use; None is the last part of `model`.
     dtype: "auto" takes the checkpoint's on a GPU and float32 on a CPU.
-    device: "auto" is the GPU when there is one, else the CPU.
+    device: "auto" is the GPU when there is one, else the CPU; or "cpu", "cuda" or "cuda:0" by name.
     max_model_len: tokens of prompt and output together; None is what the model and the cache allow.
     seed: makes requests without a seed repeatable; None draws one at every start.
     trust_remote_code: run code that comes with the model; off, because it is somebody else's code.
@@ -325,6 +340,7 @@ class AppSettings(Section):
         environment's PITSTOP_API_KEYS (with commas between them) and PITSTOP_API_KEYS_FILE win. Files are read again
         when they change. Without keys everybody may ask.
     cors_origins: web pages that may call the API from a browser, as "https://example.org"; none by default, "*" is all.
+        Browsers name a page by scheme, host and port alone, so that nothing else would ever match.
     """
 
     model: str = Field(default=DEFAULT_MODEL, min_length=1)
@@ -353,7 +369,30 @@ class AppSettings(Section):
     @classmethod
     def _read_engine(cls, value: Any) -> Any:
         # A strict dataclass takes no mapping from its parent, and a config file has nothing else to give.
-        return ContinuousBatchingConfig(**value) if isinstance(value, Mapping) else value
+        if not isinstance(value, Mapping):
+            return value
+        for name in value:
+            if not isinstance(name, str):
+                raise ValueError(f"engine.{name} is not a setting")
+        return ContinuousBatchingConfig(**value)
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if value != "auto" and DEVICE.fullmatch(value) is None:
+            raise ValueError(f"device is {value!r}; it must be auto, cpu, cuda, or one GPU by its number as cuda:0")
+        return value
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, value: list[str]) -> list[str]:
+        for index, origin in enumerate(value):
+            if origin != "*" and ORIGIN.fullmatch(origin) is None:
+                raise ValueError(
+                    f"cors_origins.{index} is {origin!r}; it must be * or scheme, host and maybe port without a path,"
+                    " such as https://example.org"
+                )
+        return value
 
     @model_validator(mode="after")
     def _check_undo_folder(self) -> Self:
@@ -440,6 +479,8 @@ def _describe(problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"])
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         return f"{place} is not a setting"
+    if problem["type"] in ("model_type", "dataclass_type", "dataclass_exact_type"):
+        return f"{place} is {problem['input']!r}; it must be a mapping of settings"
     if problem["type"] == "value_error":
         return str(problem["ctx"]["error"])
     return f"{place} is {problem['input']!r}; {problem['msg'][0].lower()}{problem['msg'][1:]}"

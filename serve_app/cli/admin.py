@@ -29,7 +29,7 @@ class AdminApi:
     """The admin routes of one application; every failure is a CommandFailed."""
 
     def __init__(self, url: str, admin_key: str) -> None:
-        self._url = url.rstrip("/") + "/admin"
+        self._url = check_url(url) + "/admin"
         self._headers = {"Authorization": f"Bearer {admin_key}"}
 
     def swap(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -139,6 +139,18 @@ def print_drained(result: dict[str, Any], *, as_json: bool) -> None:
 def print_undrained(result: dict[str, Any], *, as_json: bool) -> None:
     """One line, or the whole answer as JSON."""
     typer.echo(json.dumps(result) if as_json else f"back in service: {', '.join(result['replicas'])}")
+
+
+def check_url(url: str) -> str:
+    """The URL without a slash at its end. Raises CommandFailed where nothing could be asked below it."""
+    try:
+        parsed = httpx.URL(url)
+        is_right = parsed.scheme in ("http", "https") and bool(parsed.host) and 0 < (parsed.port or 80) < 65536
+    except httpx.InvalidURL:
+        is_right = False
+    if not is_right:
+        raise CommandFailed(f"--url is {url!r}; it must be http:// or https:// with a host, such as {DEFAULT_URL}")
+    return url.rstrip("/")
 
 
 def is_this_machine(url: str) -> bool:

@@ -12,17 +12,33 @@ OWNER_ONLY = 0o600
 
 
 def ensure_key_file(cache_dir: Path) -> Path:
-    """The key file in cache_dir, made with a random key, readable by its owner only, if it was not there."""
+    """The key file in cache_dir, made with a random key, readable by its owner only, if it was not there.
+
+    Raises CommandFailed where it cannot be made, and where what is there holds no key.
+    """
     path = cache_dir / KEY_FILE_NAME
-    cache_dir.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, OWNER_ONLY)
-    except FileExistsError:
-        path.chmod(OWNER_ONLY)
-        return path
-    with os.fdopen(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(32) + "\n")
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        if os.path.lexists(path):
+            _check_made(path)
+            path.chmod(OWNER_ONLY)
+        else:
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, OWNER_ONLY)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+    except OSError as error:
+        raise CommandFailed(
+            f"the admin key cannot be kept in {path}: {error.strerror}; name another folder with --cache-dir, or set"
+            " PITSTOP_ADMIN_KEY"
+        ) from error
     return path
+
+
+def _check_made(path: Path) -> None:
+    try:
+        parse_keys(KeySource(path=str(path), has_tenants=False), what="admin key")
+    except ValueError as error:
+        raise CommandFailed(f"{error}; remove {path} to have another made") from error
 
 
 def find_admin_key(key: str | None, key_file: Path | None, *, cache_dir: Path) -> str:

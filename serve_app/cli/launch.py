@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,15 @@ from serve_app.bearer_keys import parse_keys
 from serve_app.cli.admin import DEFAULT_URL
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import ensure_key_file
-from serve_app.cli.preflight import check_memory, check_port, locate_model
+from serve_app.cli.preflight import (
+    cache_failure,
+    check_cache_dir,
+    check_device,
+    check_memory,
+    check_port,
+    check_weight_folder,
+    locate_model,
+)
 from serve_app.cli.processes import end_supervised, start_supervised
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
@@ -46,16 +54,17 @@ def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
     """
     config = read_config(config_file, overrides)
     check_port(config.host, config.port)
-    environment = _check_application(config, cache_dir=cache_dir)
     rendered = cache_dir / "run" / f"serve-{config.port}.yaml"
-    config.write(rendered)
+    check_cache_dir(rendered.parent)
+    environment = _check_application(config, cache_dir=cache_dir)
+    _write(config, rendered)
     child: subprocess.Popen[bytes] | None = None
     try:
         with _stop_on_signal():
             command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(rendered)]
-            child = start_supervised(command, environment=environment, log_file=rendered.with_suffix(".log"))
-            startup = Startup(child=child, log_file=rendered.with_suffix(".log"), config=config)
-            _run(startup)
+            log_file = rendered.with_suffix(".log")
+            child = _start(command, environment=environment, log_file=log_file)
+            _run(Startup(child=child, log_file=log_file, config=config))
     except Stopped:
         _end(child)
         # All that was started has ended. Unloading torch would take seconds more of the ten that a stop may take.
@@ -63,6 +72,23 @@ def launch(config_file: Path, overrides: Overrides, *, cache_dir: Path) -> None:
     except BaseException:
         _end(child)
         raise
+
+
+def _write(config: ServeConfig, rendered: Path) -> None:
+    try:
+        config.write(rendered)
+    except OSError as error:
+        raise cache_failure(rendered, error.strerror) from error
+
+
+def _start(command: list[str], *, environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
+    try:
+        return start_supervised(command, environment=environment, log_file=log_file)
+    except OSError as error:
+        raise CommandFailed(
+            f"Ray Serve cannot be started with its log in {log_file}: {error.strerror}; name another folder with"
+            " --cache-dir where the log is at fault"
+        ) from error
 
 
 def _end(child: subprocess.Popen[bytes] | None) -> None:
@@ -80,22 +106,25 @@ def _run(startup: Startup) -> None:
 
 
 def _check_application(config: ServeConfig, *, cache_dir: Path) -> dict[str, str]:
-    """Check settings, model and memory, put the model's folder and name into config; give the child's environment."""
+    """Check what the config asks of this machine; put the model's folder and name into it, give an environment."""
     # Importing the engine's torch takes seconds, which the other commands and refusals need not wait for.
     from serve_app.settings import ADMIN_KEY_FILE_VARIABLE, inherited_environment, parse_settings
 
     try:
-        if (unknown := config.unknown_key()) is not None:
-            raise ValueError(f"{unknown} is not a key of a Serve config; remove or correct it")
+        if (problem := config.problem()) is not None:
+            raise ValueError(problem)
         settings = parse_settings(config.args)
         has_admin_key = settings.admin_key() is not None
         parse_keys(settings.api_keys(), what="API key")
     except ValueError as error:
         raise CommandFailed(str(error)) from error
+    fleet = settings.replicas
+    check_device(settings.device, num_gpus=fleet.least_gpus)
+    for setting, place in settings.weights.named_folders.items():
+        check_weight_folder(setting, place)
     config.args["served_model_name"] = settings.model_name
     config.args["model"] = model = locate_model(settings.model, cache_dir=cache_dir)
-    if Path(model).is_dir() and not settings.replicas.num_gpus:
-        fleet = settings.replicas
+    if Path(model).is_dir() and not fleet.num_gpus:
         check_memory(Path(model), replicas=fleet.max, ranks=fleet.tensor_parallel_size, dtype=settings.dtype)
     added = {} if has_admin_key else {ADMIN_KEY_FILE_VARIABLE: str(ensure_key_file(cache_dir))}
     return inherited_environment(defaults=SERVE_DEFAULTS, added=added)

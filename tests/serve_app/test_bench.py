@@ -299,11 +299,44 @@ def test_prompts_of_a_file_come_round_again(tmp_path: Path) -> None:
     with pytest.raises(CommandFailed, match="line 2 has no prompt"):
         read_prompts(file, 4, is_chat=False)
     file.write_text("{")
-    with pytest.raises(CommandFailed, match="line 1 is no JSON"):
+    with pytest.raises(CommandFailed, match="line 1 is no JSON that could be sent"):
         read_prompts(file, 1, is_chat=True)
     file.write_text("\n")
     with pytest.raises(CommandFailed, match="holds no prompt"):
         read_prompts(file, 1, is_chat=True)
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "\\ud800"}', '{"prompt": ' + "[" * 100_000, '{"messages": [}'])
+def test_a_prompt_that_cannot_be_sent_is_told(line: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text(f"a text\n{line}\n")
+    with pytest.raises(CommandFailed, match="line 2 is no JSON that could be sent: "):
+        read_prompts(tmp_path / "prompts", 1, is_chat=True)
+
+
+@pytest.mark.parametrize("url", ["", "x", "ftp://x", "http://", "http://127.0.0.1:99999", "http://a:b", "http://a\x00"])
+@pytest.mark.parametrize("command", [("bench", "--model", "m", "--requests", "1"), ("bench",), ("status",)])
+def test_a_url_below_which_nothing_can_be_asked_is_told(
+    command: tuple[str, ...], url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PITSTOP_ADMIN_KEY", KEY)
+    monkeypatch.setattr("sys.argv", ["pitstop", *command, "--url", url])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err == (
+        f"pitstop: --url is {url!r}; it must be http:// or https:// with a host, such as http://127.0.0.1:8000\n"
+    )
+
+
+def test_a_key_that_no_header_carries_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PITSTOP_API_KEY", "schl\u00fcssel-0123456789")
+    monkeypatch.setattr("sys.argv", ["pitstop", "bench", "--model", "m"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert capsys.readouterr().err == (
+        "pitstop: the key of PITSTOP_API_KEY cannot be sent: it must be printable ASCII\n"
+    )
 
 
 def test_made_up_prompts_are_the_same_for_a_seed_and_differ_from_each_other() -> None:

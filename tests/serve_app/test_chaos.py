@@ -296,6 +296,32 @@ async def test_replicas_are_taken_away_and_come_back(llm: Pitstop, url: str, mod
             await asyncio.sleep(3)
 
 
+async def test_the_last_one_is_not_drained_while_serve_takes_the_others_away(
+    llm: Pitstop, url: str, model: str
+) -> None:
+    """Those that leave say that they are ready until their streams have ended."""
+    async with load_on(llm, url) as load, httpx.AsyncClient(base_url=url, timeout=60, headers=ADMIN) as http:
+        names = [report.replica_id for report in await ready(llm, NUM_REPLICAS)]
+        await eventually(lambda: num_busy(llm), until=lambda busy: busy == NUM_REPLICAS)
+        deploy(model, num_replicas=1)
+        await eventually(num_running_engines, until=lambda number: number == 1)
+        body = {"timeout_s": 0, "replace": True}
+        answers = [await http.post("/admin/drain", json=body | {"replica_ids": [name]}) for name in names]
+        (last,) = await ready(llm, 1)
+        assert last.replica_id in names
+        answer = answers[names.index(last.replica_id)]
+        assert answer.status_code == 400
+        assert "would leave no replica that serves" in answer.json()["error"]["message"]
+        assert load.outcomes.keys() <= {"same"}
+    deploy(model, num_replicas=NUM_REPLICAS)
+    await ready(llm, NUM_REPLICAS)
+
+
+async def num_running_engines() -> int:
+    states = serve.status().applications[APP_NAME].deployments["EngineReplica"].replica_states
+    return sum(count for state, count in states.items() if state == "RUNNING")
+
+
 async def test_routers_are_killed(llm: Pitstop, url: str) -> None:
     """The Python client goes on by itself; what it sees of the router is the end of its stream."""
     async with load_on(llm, url, keeps_counts=False) as load:

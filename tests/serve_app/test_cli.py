@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from serve_app.cli import main
@@ -39,6 +40,13 @@ from serve_app.protocol.weights import RollbackBody, SwapBody
 from tests.ports import free_port
 
 CONFIG = Path(__file__).parents[2] / "configs" / "local.yaml"
+APPLICATION = "import_path: 'serve_app.app:build_app'"
+REPLICAS = ("applications", 0, "args", "replicas")
+WRONG_VALUES: list[Any] = [None, True, -1, 1.5, "abc", "", [], [1], [{}], {}, {"x": 1}, {1: 2}]
+PYTHONS_OWN = (
+    *("Traceback", "NoneType", "object is not", "object has no", "Error", "argument", "indices", "instance of"),
+)
+"""What a message has that Python or a library made and nobody wrote for the user."""
 HUGE_BYTES = 2**43
 """Of a sparse file: nothing is stored, and no machine's memory holds it."""
 
@@ -138,6 +146,203 @@ def test_serve_names_what_a_model_folder_lacks(
     assert reason in refusal(capsys)
 
 
+@pytest.mark.parametrize(
+    ("args", "num_present", "reason"),
+    [
+        ({"device": "tpu"}, 0, "device is 'tpu'; it must be auto, cpu, cuda"),
+        ({"device": "cuda"}, 0, "device is 'cuda', and torch sees no GPU"),
+        ({"device": "cuda:0"}, 0, "device is 'cuda:0', and torch sees no GPU"),
+        ({"device": "cuda:2"}, 2, "device is 'cuda:2', and torch sees 2 GPU(s), which count from 0"),
+        ({"device": "auto", "replicas": {"num_gpus": 1}}, 0, "1 GPU(s) are asked for by replicas.min"),
+        ({"device": "cuda", "replicas": {"min": 3, "max": 3, "num_gpus": 1}}, 2, "3 GPU(s) are asked for"),
+        # All is there, so that the model is looked for next.
+        ({"device": "cuda:1", "replicas": {"num_gpus": 1}}, 2, "run `pitstop fetch`"),
+        ({"device": "auto"}, 0, "run `pitstop fetch`"),
+        ({"device": "cpu", "replicas": {"min": 0, "num_gpus": 0}}, 0, "run `pitstop fetch`"),
+    ],
+)
+def test_a_device_that_is_not_there_is_told_before_anything_starts(
+    args: dict[str, Any],
+    num_present: int,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_present > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_present)
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["applications"][0]["args"] = args
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    assert run(monkeypatch, "serve", config, "--port", str(free_port), "--cache-dir", tmp_path / "cache") == 1
+    assert reason in refusal(capsys)
+
+
+@pytest.mark.parametrize("setting", ["folder", "store", "undo_folder"])
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("/proc/nope", "does not exist; make or mount it"),
+        ("/proc", "cannot be written: "),
+        ("/etc/hostname", "cannot be written: Not a directory"),
+    ],
+)
+def test_a_folder_of_weights_that_cannot_be_used_is_told_before_anything_starts(
+    setting: str,
+    place: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["applications"][0]["args"] = {"model": str(make_model(tmp_path / "model")), "weights": {setting: place}}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    # Only where nothing is said of the folder is the cache folder's last file in the way.
+    (tmp_path / "cache" / "run" / f"serve-{free_port}.yaml").mkdir(parents=True)
+    assert run(monkeypatch, "serve", config, "--port", str(free_port), "--cache-dir", tmp_path / "cache") == 1
+    assert f"weights.{setting} {place} {reason}" in refusal(capsys)
+
+
+MISSHAPEN_CONFIGS: dict[str, bytes] = {
+    "empty": b"",
+    "cut off": b'{"dtype": "flo',
+    "no text": b"\xff\xfe\x00",
+    "nested without end": b"[" * 100_000,
+    "list": b"[]",
+    "null": b"null",
+    "number": b"5",
+    "text": b'"llama"',
+}
+
+
+@pytest.mark.parametrize("command", ["serve", "doctor"])
+@pytest.mark.parametrize("content", MISSHAPEN_CONFIGS.values(), ids=MISSHAPEN_CONFIGS.keys())
+def test_a_config_of_a_model_that_cannot_be_read_is_told_in_one_line(
+    content: bytes,
+    command: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "config.json").write_bytes(content)
+    options = ("--port", str(free_port), "--model", folder, "--cache-dir", tmp_path / "cache")
+    if command == "serve":
+        assert run(monkeypatch, "serve", CONFIG, *options) == 1
+        told = refusal(capsys)
+    else:
+        assert run(monkeypatch, "doctor", CONFIG, *options, "--json") == 1
+        (told,) = (one["what"] for one in json.loads(capsys.readouterr().out) if one["level"] == "error")
+    assert f"{folder / 'config.json'} " in told
+    assert "is not JSON" in told or "a model's config is an object" in told
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("~nobody-of-this-name/model", "cannot be read: Could not determine home directory"),
+        ("/" + "x" * 300, "cannot be read: File name too long"),
+    ],
+)
+def test_a_name_that_no_folder_can_have_is_told(
+    model: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    assert run(monkeypatch, "serve", CONFIG, "--port", str(free_port), "--model", model, "--cache-dir", tmp_path) == 1
+    assert reason in refusal(capsys)
+
+
+def test_weights_that_are_links_to_nothing_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    folder = make_model(tmp_path / "model")
+    (folder / "model-2.safetensors").symlink_to(tmp_path / "gone")
+    assert run(monkeypatch, "serve", CONFIG, "--port", str(free_port), "--model", folder, "--cache-dir", tmp_path) == 1
+    assert "model-2.safetensors is no file" in refusal(capsys)
+
+
+@pytest.mark.parametrize("has_key", [False, True])
+@pytest.mark.parametrize("place", ["/proc/nope", "a file", "a file/below", "a folder with a file named run"])
+def test_a_cache_folder_that_cannot_be_written_is_told_before_anything_starts(
+    place: str,
+    has_key: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    if has_key:
+        monkeypatch.setenv("PITSTOP_ADMIN_KEY", "0123456789abcdef")
+    cache_dir = tmp_path / place
+    (tmp_path / "a file").touch()
+    (tmp_path / "a folder with a file named run").mkdir()
+    (tmp_path / "a folder with a file named run" / "run").touch()
+    options = ("--port", str(free_port), "--model", make_model(tmp_path / "model"), "--cache-dir", cache_dir)
+    assert run(monkeypatch, "serve", CONFIG, *options) == 1
+    told = refusal(capsys)
+    assert str(cache_dir) in told
+    assert "cannot be written: " in told
+    assert "name another cache folder with --cache-dir" in told
+    if "run" not in place:
+        run(monkeypatch, "doctor", "--cache-dir", cache_dir, "--json")
+        (problem,) = (one for one in json.loads(capsys.readouterr().out) if one["subject"] == "cache folder")
+        assert problem["level"] == "error"
+        assert f"{cache_dir} cannot be written" in problem["what"]
+
+
+@pytest.mark.parametrize("name", ["run/serve-{port}.yaml", "admin.key"])
+def test_what_lies_in_the_way_of_a_file_of_the_cache_is_told(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
+) -> None:
+    in_the_way = tmp_path / "cache" / name.format(port=free_port)
+    in_the_way.mkdir(parents=True)
+    model = make_model(tmp_path / "model")
+    options = ("--port", str(free_port), "--model", model, "--replicas", "1", "--cache-dir", tmp_path / "cache")
+    assert run(monkeypatch, "serve", CONFIG, *options) == 1
+    told = refusal(capsys)
+    assert str(in_the_way) in told
+    assert "Is a directory" in told
+
+
+def test_a_made_up_key_that_was_cut_off_is_told(tmp_path: Path) -> None:
+    (tmp_path / "admin.key").touch()
+    with pytest.raises(CommandFailed, match=r"there is no admin key in .*; remove .*admin\.key to have another made"):
+        ensure_key_file(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CommandFailed, match="cannot be kept in"):
+        ensure_key_file(tmp_path / "file")
+
+
+def test_looking_at_a_cache_folder_leaves_nothing_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(monkeypatch, "doctor", "--cache-dir", tmp_path / "not" / "there", "--json") == 0
+    assert "can be written" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("host", ["..", "\u00e4..b", "a\0b", "no such name"])
+def test_a_host_that_is_no_name_is_told(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["http_options"]["host"] = host
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
+    assert run(monkeypatch, "serve", config, "--cache-dir", tmp_path) == 1
+    assert repr(host)[1:-1] in refusal(capsys)
+
+
 def test_serve_compares_the_model_with_free_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, free_port: int
 ) -> None:
@@ -151,10 +356,50 @@ def test_serve_compares_the_model_with_free_memory(
     ("text", "reason"),
     [
         ("{", "is not YAML"),
-        ("applications: []", "is no Serve config"),
-        ("applications: 3", "is no Serve config"),
-        ("applications: [{import_path: 'other:app'}]", "is no Serve config"),
-        ("http_options: {port: 0}\napplications: [{import_path: 'serve_app.app:build_app'}]", "a port is 1 to 65535"),
+        ("a: 2020-13-45", "is not YAML: a value in it cannot be read"),
+        ("a: !!timestamp soon", "is not YAML: a value in it cannot be read"),
+        ("\x07", "is not YAML"),
+        ("[" * 5000, "is nested too deeply for a config"),
+        ("", "it is empty; it must be a mapping with applications in it; configs/local.yaml shows one"),
+        ("# nothing", "it is empty"),
+        ("[1, 2]", "it holds [1, 2]; it must be a mapping with applications in it"),
+        ("5", "it holds 5"),
+        ("applications", "it holds 'applications'"),
+        ("{}", "applications is missing"),
+        ("applications:", "applications is missing"),
+        ("applications: []", "none of its applications has this import_path; they have none"),
+        ("applications: 3", "applications is 3; it must be a list"),
+        ("applications: {a: 1}", "applications is {'a': 1}; it must be a list"),
+        ("applications: &a [*a]", "applications.0 is [[...]]; it must be a mapping"),
+        ("applications: [3]", "applications.0 is 3; it must be a mapping"),
+        ("applications: [{}, {import_path: 'other:app'}]", "they have None, 'other:app'"),
+        (f"applications: [{{{APPLICATION}, args: 5}}]", "args is 5; it must be a mapping of settings"),
+        (f"applications: [{{{APPLICATION}, args: [x]}}]", "args is ['x']; it must be a mapping"),
+        (f"applications: [{{{APPLICATION}, name: [x]}}]", "name is ['x']; it must be a text"),
+        (f"applications: [{{{APPLICATION}, route_prefix: x}}]", "route_prefix is 'x'; it must be / or begin with one"),
+        (f"applications: [{{{APPLICATION}, route_prefix: /x/}}]", "route_prefix is '/x/'"),
+        (f"applications: [{{{APPLICATION}, route_prefix: null}}]", "route_prefix is None"),
+        (f"http_options: 5\napplications: [{{{APPLICATION}}}]", "http_options is 5; it must be a mapping"),
+        *(
+            (
+                f"http_options: {{port: {port}}}\napplications: [{{{APPLICATION}}}]",
+                f"http_options.port is {shown}; a port is 1 to 65535",
+            )
+            for port, shown in {
+                "0": "0",
+                "65536": "65536",
+                "-1": "-1",
+                "abc": "'abc'",
+                "null": "None",
+                "true": "True",
+                "80.5": "80.5",
+                "[80]": "[80]",
+                "'\u00b2'": "'\u00b2'",
+                "''": "''",
+            }.items()
+        ),
+        (f"http_options: {{host: 5}}\napplications: [{{{APPLICATION}}}]", "http_options.host is 5"),
+        (f"http_options: {{host: null}}\napplications: [{{{APPLICATION}}}]", "http_options.host is None"),
     ],
 )
 def test_serve_refuses_a_file_that_is_no_config(
@@ -163,7 +408,78 @@ def test_serve_refuses_a_file_that_is_no_config(
     config = tmp_path / "config.yaml"
     config.write_text(text)
     assert run(monkeypatch, "serve", config) == 1
-    assert reason in refusal(capsys)
+    told = refusal(capsys)
+    assert reason in told
+    assert str(config) in told
+
+
+def places_in(tree: Any, *above: str | int) -> Iterator[tuple[str | int, ...]]:
+    """The way to each part of a tree, itself included."""
+    yield above
+    for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from places_in(inner, *above, key)
+
+
+def with_value(tree: Any, place: tuple[str | int, ...], value: Any) -> Any:
+    """The tree with another value there."""
+    if not place:
+        return value
+    changed = tree.copy()
+    changed[place[0]] = with_value(tree[place[0]], place[1:], value)
+    return changed
+
+
+def whole_config() -> Any:
+    """Our config with one of each kind that it has none of."""
+    tree = yaml.safe_load(CONFIG.read_text())
+    tree["applications"][0]["args"] |= {
+        "engine": {"page_size": 16},
+        "cors_origins": ["*"],
+        "weights": {"store": "/tmp"},
+    }
+    tree["applications"][0] |= {"deployments": [{"name": "EngineReplica"}], "runtime_env": {"env_vars": {"A": "b"}}}
+    return tree
+
+
+@pytest.mark.parametrize("place", [*places_in(whole_config())], ids=str)
+def test_a_wrong_value_anywhere_in_a_config_is_told_in_one_line(
+    place: tuple[str | int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    free_port: int,
+) -> None:
+    tree = whole_config()
+    config = tmp_path / "config.yaml"
+    for value in WRONG_VALUES:
+        if place[-1:] == ("model",) and value == "abc":
+            # Might be one of the hub.
+            continue
+        config.write_text(yaml.safe_dump(with_value(tree, place, value)))
+        # Where the value may be, the model is what is lacking.
+        assert run(monkeypatch, "serve", config, "--port", str(free_port), "--cache-dir", tmp_path / "cache") == 1
+        told = refusal(capsys)
+        assert len(told) < 700, told
+        assert not any(word in told for word in PYTHONS_OWN), (value, told)
+
+
+@pytest.mark.parametrize("replicas", [5, [1], "x"])
+def test_replicas_of_the_command_line_need_a_mapping_in_the_file(
+    replicas: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(with_value(yaml.safe_load(CONFIG.read_text()), REPLICAS, replicas)))
+    assert run(monkeypatch, "serve", config, "--replicas", "2") == 1
+    assert f"replicas is {replicas!r}; it must be a mapping with min and max" in refusal(capsys)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"), [("::1", "http://[::1]:8000"), ("::", "http://127.0.0.1:8000"), ("a.org", "http://a.org:8000")]
+)
+def test_the_url_of_an_address_is_one(host: str, url: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(with_value(yaml.safe_load(CONFIG.read_text()), ("http_options", "host"), host)))
+    assert read_config(config, Overrides()).url == url
 
 
 def test_serve_names_a_setting_it_does_not_know(
@@ -184,9 +500,16 @@ def test_serve_names_a_setting_it_does_not_know(
         ("  host:", "  hots:", "http_options.hots is not"),
         ("  log_level:", "  log_levle:", "logging_config.log_levle is not"),
         ("    route_prefix:", "    route_perfix:", "applications.route_perfix is not"),
+        ("proxy_location:", "proxy_location: Moon #", "proxy_location is 'Moon'; input should be 'Disabled'"),
+        ("  log_level:", "  log_level: LOUD #", "logging_config.log_level is 'LOUD'; got"),
+        (
+            "    route_prefix:",
+            "    deployments: [5]\n    route_prefix:",
+            "applications.0.deployments.0 is 5; it must be a mapping",
+        ),
     ],
 )
-def test_serve_names_a_key_that_serve_would_leave_out(
+def test_serve_names_what_serve_would_leave_out_or_refuse(
     line: str,
     misspelt: str,
     named: str,
@@ -211,7 +534,7 @@ def test_a_file_that_names_no_host_is_served_on_loopback(options: str, tmp_path:
 
 @pytest.mark.parametrize("config", sorted(CONFIG.parent.glob("*.yaml")), ids=lambda path: path.name)
 def test_serve_knows_every_key_of_our_configs(config: Path) -> None:
-    assert read_config(config, Overrides()).unknown_key() is None
+    assert read_config(config, Overrides()).problem() is None
 
 
 def test_overrides_change_three_things_and_nothing_else(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def test_a_gpu_without_flash_attn_is_told(monkeypatch: pytest.MonkeyPatch, model
         ({"model": "no<name>"}, "model", "'no<name>' is neither a folder nor a name"),
         ({"replicas": {"num_gpus": 8}}, "gpu", "8 GPU(s) are asked for"),
         ({"device": "cuda"}, "gpu", "device is 'cuda', and torch sees no GPU"),
+        ({"device": "tpu"}, "config", "device is 'tpu'; it must be auto, cpu, cuda"),
         ({"replicas": {"num_cpus": 1000}}, "cores", "replicas.min asks Ray for 1000 CPUs"),
         ({"replicas": {"torch_threads": 1000}}, "threads", "1000 of torch in 1 replica(s)"),
         ({"weights": {"folder": "/nowhere"}}, "weights.folder", "/nowhere does not exist"),

@@ -34,12 +34,18 @@ class Fleet:
         # Reported at the full second before.
         return FleetStatus(CommittedWeights(1), [replace(one, age_s=now % 1) for one in self.reports.values()])
 
-    async def call_all(self, method: str, order: DrainOrder, *, timeout_s: float) -> list[Any]:  # noqa: ARG002
+    async def call_all(self, method: str, argument: Any, *, timeout_s: float) -> list[Any]:
+        if method == "takes_requests_beside":
+            return await self.who_serves_beside(argument, timeout_s=timeout_s)
         assert method == "set_drained"
+        order: DrainOrder = argument
         for name in order.replica_ids:
             self.reports[name] = replace(self.reports[name], state="drained" if order.is_drained else "ready")
             self._drained_at[name] = asyncio.get_running_loop().time()
         return [name if name in order.replica_ids else None for name in self.reports]
+
+    async def who_serves_beside(self, meant: frozenset[str], *, timeout_s: float) -> list[Any]:  # noqa: ARG002
+        return [None if name in meant or one.state == "drained" else name for name, one in self.reports.items()]
 
     async def kill(self, name: str) -> None:
         self.killed.append(name)
@@ -54,6 +60,55 @@ class LateFleet(Fleet):
         return replace(
             told, replicas=[replace(one, state="ready") if one.replica_id in late else one for one in told.replicas]
         )
+
+
+class ShrinkingFleet(Fleet):
+    """Serve takes all but one replica away; while their streams end, they report that they are ready."""
+
+    def __init__(self, *, stays: str | None) -> None:
+        super().__init__()
+        self._stays = stays
+
+    async def who_serves_beside(self, meant: frozenset[str], *, timeout_s: float) -> list[Any]:
+        return [name for name in await super().who_serves_beside(meant, timeout_s=timeout_s) if name == self._stays]
+
+
+class HangingFleet(Fleet):
+    """One of the replicas does not say whether it serves."""
+
+    async def who_serves_beside(self, meant: frozenset[str], *, timeout_s: float) -> list[Any]:  # noqa: ARG002
+        await asyncio.sleep(timeout_s)
+        raise TimeoutError
+
+
+def test_one_that_serve_takes_away_is_no_other_that_serves(loop: VirtualLoop) -> None:
+    fleet = ShrinkingFleet(stays="c")
+    for request in (DrainRequest(replica_ids=("c",), is_replaced=True), DrainRequest(node="10.0.0.2")):
+        with pytest.raises(InvalidRequest, match="c drained would leave no replica that serves; add one first"):
+            loop.run(fleet.drains.drain(request))
+    assert (fleet.reports["c"].state, fleet.killed) == ("ready", [])
+    assert loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a",)))).replicas == ["a"]
+    fleet = ShrinkingFleet(stays=None)
+    for name in "abc":
+        with pytest.raises(InvalidRequest, match="would leave no replica"):
+            loop.run(fleet.drains.drain(DrainRequest(replica_ids=(name,))))
+
+
+@pytest.mark.parametrize("state", ["loading", "lagging", "draining", "unhealthy"])
+def test_one_that_is_not_in_step_is_no_other_that_serves(loop: VirtualLoop, state: str) -> None:
+    fleet = Fleet()
+    for name in "ab":
+        fleet.reports[name] = replace(fleet.reports[name], state=state)
+    with pytest.raises(InvalidRequest, match="would leave no replica"):
+        loop.run(fleet.drains.drain(DrainRequest(replica_ids=("c",))))
+
+
+def test_without_an_answer_only_force_drains(loop: VirtualLoop) -> None:
+    fleet = HangingFleet()
+    with pytest.raises(InvalidRequest, match=r"did not say within 5 s whether it serves.*; try again, or say force"):
+        loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a",))))
+    assert fleet.reports["a"].state == "ready"
+    assert loop.run(fleet.drains.drain(DrainRequest(replica_ids=("a",), is_forced=True))).replicas == ["a"]
 
 
 def test_it_waits_until_a_replica_is_empty_and_undrains_it_again(loop: VirtualLoop) -> None:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from serve_app import settings as settings_module
@@ -66,6 +67,26 @@ def test_nested_values_of_a_config_file_are_taken() -> None:
             "weights.undo_folder is '/undo' with replicas.tensor_parallel_size 2",
         ),
         ({"autoscaling": {"target_work_s": float("inf")}}, "autoscaling.target_work_s is inf"),
+        ({"cors_origins": ["example.org"]}, "cors_origins.0 is 'example.org'; it must be *"),
+        ({"cors_origins": ["*", "https://example.org/"]}, "cors_origins.1 is 'https://example.org/'"),
+        ({"cors_origins": ["https://example.org/page"]}, "cors_origins.0 is"),
+        ({"cors_origins": [""]}, "cors_origins.0 is ''"),
+        *(
+            ({"device": device}, f"device is {device!r}; it must be auto, cpu, cuda")
+            for device in (
+                "tpu",
+                "gpu",
+                "CPU",
+                "cuda:",
+                "cuda:x",
+                "cuda:-1",
+                "cuda:999",
+                "cuda:1:2",
+                "meta",
+                "mps",
+                " ",
+            )
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name_in_one_line(values: dict[str, object], named: str) -> None:
@@ -73,6 +94,17 @@ def test_a_wrong_setting_is_refused_by_name_in_one_line(values: dict[str, object
         parse_settings(values)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "cuda:0", "cuda:12"])
+def test_every_device_that_is_taken_is_one_of_torch(device: str) -> None:
+    assert torch.device(AppSettings(device=device).device).type == device.partition(":")[0]
+    assert AppSettings().device == "auto"
+
+
+@pytest.mark.parametrize("origin", ["*", "https://example.org", "http://localhost:3000", "http://[::1]:80", "app://x"])
+def test_an_origin_is_taken_as_browsers_send_it(origin: str) -> None:
+    assert AppSettings(cors_origins=[origin]).cors_origins == [origin]
 
 
 def test_settings_are_frozen() -> None:
@@ -171,3 +203,12 @@ def test_the_store_is_where_it_was_said_else_beside_the_manifest_else_temporary(
         assert len(set(others)) == 3
     with pytest.raises(ValueError, match=r"weights\.store is 'a'; it must be absolute"):
         place(store="a")
+
+
+@pytest.mark.parametrize("section", ["engine", "workload_hints", "replicas", "weights"])
+@pytest.mark.parametrize("value", [5, "x", [1], {1: 2}])
+def test_a_section_that_is_no_mapping_of_names_is_refused_in_one_line(section: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"settings: {section}(\.1)? is ") as caught:
+        parse_settings({section: value})
+    assert "instance of" not in str(caught.value)
+    assert "\n" not in str(caught.value)

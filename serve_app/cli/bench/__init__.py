@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from serve_app.cli.admin import DEFAULT_URL, is_this_machine
+from serve_app.cli.admin import DEFAULT_URL, check_url, is_this_machine
 from serve_app.cli.bench.figures import Figures, figures_of
 from serve_app.cli.bench.load import Level, Target, run_level
 from serve_app.cli.bench.plot import check_format, write_plot
@@ -63,8 +63,10 @@ def bench(
     if plot is not None:
         check_format(plot)
     levels = _levels(concurrency, rate)
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise CommandFailed("the key of PITSTOP_API_KEY cannot be sent: it must be printable ASCII")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    url = url.rstrip("/").removesuffix("/v1")
+    url = check_url(url).removesuffix("/v1")
     body: dict[str, Any] = {
         "model": model or _first_model(url, headers),
         "max_tokens": max_tokens,

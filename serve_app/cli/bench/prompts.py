@@ -45,8 +45,10 @@ def _read(line: str, place: str, *, is_chat: bool) -> dict[str, Any]:
         return _as_prompt(line, is_chat=is_chat)
     try:
         found = json.loads(line)
-    except ValueError as error:
-        raise CommandFailed(f"{place} is no JSON: {error}") from error
+        # Half of a pair of surrogates has no bytes to be sent as.
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise CommandFailed(f"{place} is no JSON that could be sent: {error}") from error
     if is_chat and isinstance(found.get("messages"), list):
         return {"messages": found["messages"]}
     if isinstance(found.get("prompt"), str):

@@ -56,6 +56,7 @@ def examine(config: Path | None, overrides: Overrides, *, cache_dir: Path) -> li
         machine.check_gpu,
         machine.check_shared_memory,
         machine.check_disk,
+        partial(machine.check_cache_folder, cache_dir),
         machine.check_open_files,
         partial(machine.check_numba_cache, environment),
         partial(machine.check_ray, environment),

@@ -1,7 +1,6 @@
 """The application that a config file asks for: whether this machine can serve it."""
 
 import ipaddress
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +8,15 @@ from engine import PitstopError, check_model
 from serve_app.bearer_keys import parse_keys
 from serve_app.cli.doctor.finding import Finding, Findings, error, good, warning
 from serve_app.cli.failure import CommandFailed
-from serve_app.cli.preflight import GIB, check_memory, check_port, locate_model, weights_bytes
+from serve_app.cli.preflight import (
+    GIB,
+    check_device,
+    check_memory,
+    check_port,
+    check_weight_folder,
+    locate_model,
+    weights_bytes,
+)
 from serve_app.cli.serve_config import Overrides, ServeConfig, read_config
 from serve_app.settings import AppSettings, available_cores, parse_settings
 
@@ -20,8 +27,8 @@ def check_application(
     """Gives what is to be said of the config, and of what it asks of this machine."""
     try:
         config = read_config(config_file, overrides)
-        if (unknown := config.unknown_key()) is not None:
-            raise ValueError(f"{unknown} is not a key of a Serve config")
+        if (refusal := config.problem()) is not None:
+            raise ValueError(refusal)
         settings = parse_settings(config.args)
     except (CommandFailed, ValueError) as problem:
         yield error("config", str(problem), why="nothing is started from it", remedy=f"correct {config_file}")
@@ -128,23 +135,18 @@ def _hub_model(name: str, environment: Mapping[str, str]) -> Finding:
 def _devices(settings: AppSettings) -> Findings:
     import torch
 
-    replicas, found = settings.replicas, torch.cuda.device_count() if torch.cuda.is_available() else 0
-    needed = replicas.min * replicas.tensor_parallel_size * replicas.num_gpus
-    if needed > found:
+    try:
+        check_device(settings.device, num_gpus=settings.replicas.least_gpus)
+    except CommandFailed as problem:
         yield error(
             "gpu",
-            f"{needed:g} GPU(s) are asked for by replicas.min, and torch sees {found} here",
-            why="Ray waits for them without end, unless other machines of the cluster have them",
-            remedy="configs/local.yaml serves on a CPU; else check the driver and CUDA_VISIBLE_DEVICES",
+            str(problem),
+            why="no replica can start, and Ray waits without end for GPUs that other machines of its cluster lack, too",
+            remedy="correct `device` and `replicas`",
         )
-    elif settings.device.startswith("cuda") and not found:
-        yield error(
-            "gpu",
-            f"device is {settings.device!r}, and torch sees no GPU",
-            why="no replica can start",
-            remedy="device: cpu, or a build of torch for this driver",
-        )
-    elif found and not replicas.num_gpus:
+        return
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found and not settings.replicas.num_gpus:
         yield warning(
             "gpu", f"{found} are here and none is used", why="the CPU is many times slower", remedy="configs/gpu.yaml"
         )
@@ -182,17 +184,12 @@ def _threads(settings: AppSettings, environment: Mapping[str, str]) -> Findings:
 
 def _folders(settings: AppSettings) -> Findings:
     weights = settings.weights
-    for name in ("folder", "store", "undo_folder"):
-        place = getattr(weights, name)
-        if place is None:
-            continue
-        if Path(place).is_dir() and os.access(place, os.W_OK | os.X_OK):
-            yield good(f"weights.{name}", f"{place} can be written")
-        else:
-            state = "cannot be written" if Path(place).exists() else "does not exist"
-            yield error(
-                f"weights.{name}", f"{place} {state}", why="no version can be kept there", remedy=f"mkdir -p {place}"
-            )
+    for setting, place in weights.named_folders.items():
+        try:
+            check_weight_folder(setting, place)
+            yield good(setting, f"{place} can be written")
+        except CommandFailed as problem:
+            yield error(setting, str(problem), why="no version can be kept there", remedy=f"mkdir -p {place}")
     if weights.folder is None:
         yield warning(
             "weights.folder",

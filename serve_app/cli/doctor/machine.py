@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from serve_app.cli.doctor.finding import Findings, error, good, warning
-from serve_app.cli.preflight import GIB, available_bytes
+from serve_app.cli.preflight import GIB, available_bytes, why_not_writable
 from serve_app.settings import available_cores
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -85,6 +85,20 @@ def check_disk(folder: Path | None = None) -> Findings:
         yield good("disk", f"{usage.free / GIB:.1f} GiB free in {folder}")
 
 
+def check_cache_folder(cache_dir: Path) -> Findings:
+    """Gives whether `pitstop serve` can keep its logs, its admin key and the default model."""
+    reason = why_not_writable(cache_dir)
+    if reason is None:
+        yield good("cache folder", f"{cache_dir} can be written")
+    else:
+        yield error(
+            "cache folder",
+            f"{cache_dir} cannot be written: {reason}",
+            why="pitstop serve keeps its logs and the admin key there",
+            remedy="name another with --cache-dir",
+        )
+
+
 def check_open_files() -> Findings:
     """Gives whether many streams can be open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -109,7 +123,7 @@ def check_numba_cache(environment: Mapping[str, str], *, engine: Path | None = N
     named = environment.get("NUMBA_CACHE_DIR")
     # Numba's own order.
     places = [Path(named)] if named else [engine / "__pycache__", Path.home() / ".cache" / "numba"]
-    writable = next((place for place in places if can_make(place)), None)
+    writable = next((place for place in places if why_not_writable(place) is None), None)
     if writable is not None:
         yield good("compiled code", f"is kept in {writable}")
     else:
@@ -143,7 +157,7 @@ def check_ray(environment: Mapping[str, str], *, home: Path | None = None) -> Fi
     has_token = "RAY_AUTH_TOKEN" in environment or any(place and Path(place).is_file() for place in places)
     if has_token:
         yield good("ray", "a token keeps its ports")
-    elif can_make(home / TOKEN_FILE.parent):
+    elif why_not_writable(home / TOKEN_FILE.parent) is None:
         yield good("ray", f"makes a token for its ports in {home / TOKEN_FILE}")
     else:
         yield error(
@@ -152,9 +166,3 @@ def check_ray(environment: Mapping[str, str], *, home: Path | None = None) -> Fi
             why="Ray does not start without one",
             remedy="set RAY_AUTH_TOKEN_PATH, or HOME to a folder that can be written",
         )
-
-
-def can_make(folder: Path) -> bool:
-    """Whether this folder can be written, or made where it is not there."""
-    existing = next(place for place in (folder, *folder.parents) if place.exists())
-    return existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
