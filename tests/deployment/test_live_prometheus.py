@@ -59,6 +59,9 @@ STILL = {
 }
 """What this run does not move; every other metric of the table has to."""
 
+ONE_WAITS = r"^pitstop_requests_waiting_for_weights\{.*\} 1\.0$"
+TWO_READY = r'^pitstop_replicas\{state="ready"\} 2\.0$'
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -88,13 +91,14 @@ def http(folders: dict[str, str]) -> Iterator[httpx.Client]:
 @pytest.fixture(scope="module")
 def pages(http: httpx.Client, folders: dict[str, str]) -> list[str]:
     """The page before, during and after load, swaps, and what goes wrong."""
-    found = [eventually(lambda: _page_of_two(http), what="two replicas on the page")]
+    found = [eventually(lambda: _page_with(http, TWO_READY), what="two replicas on the page")]
     found += load(http)
     assert swap(http, folders["next"]) == 200
     assert swap(http, folders["broken"]) == 400
     found += load(http)
     assert http.post("/admin/weights/rollback", json={}).status_code == 200
     assert complete(http, model="another") == 404
+    found.append(wait_for_weights(http))
     return [*found, http.get("/metrics").text]
 
 
@@ -105,9 +109,20 @@ def prometheus(http: httpx.Client, tmp_path_factory: pytest.TempPathFactory) -> 
         yield client
 
 
-def complete(http: httpx.Client, *, model: str = MODEL, prompt: list[int] | None = None) -> int:
+def complete(http: httpx.Client, *, model: str = MODEL, prompt: list[int] | None = None, **fields: int) -> int:
     body = {"model": model, "prompt": prompt or [7] * 40, "max_tokens": 24, "ignore_eos": True, "temperature": 0}
-    return http.post("/v1/completions", json=body).status_code
+    return http.post("/v1/completions", json=body | fields).status_code
+
+
+def wait_for_weights(http: httpx.Client) -> str:
+    """Gives a page while a request waits for a version that never comes."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(complete, http, min_weight_version=99, timeout=5)
+        page = eventually(
+            lambda: _page_with(http, r"^pitstop_requests_waiting_for_weights\{.*\} 1\.0$"), what="a waiter"
+        )
+        assert asked.result() == 409
+    return page
 
 
 def load(http: httpx.Client) -> list[str]:
@@ -130,10 +145,9 @@ def swap(http: httpx.Client, folder: str) -> int:
     return http.post("/admin/weights", json={"source": {"path": folder}}).status_code
 
 
-def _page_of_two(http: httpx.Client) -> str | None:
+def _page_with(http: httpx.Client, pattern: str) -> str | None:
     page = http.get("/metrics").text
-    ready = re.search(r'^pitstop_replicas\{state="ready"\} 2\.0$', page, re.MULTILINE)
-    return page if ready else None
+    return page if re.search(pattern, page, re.MULTILINE) else None
 
 
 def samples_of(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
