@@ -75,6 +75,9 @@ def check_device(device: str, *, num_gpus: float) -> None:
 
     num_gpus: that the least number of replicas reserves, together.
     """
+    kind, _, number = device.partition(":")
+    if not num_gpus and kind != "cuda":
+        return
     import torch
 
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -83,7 +86,6 @@ def check_device(device: str, *, num_gpus: float) -> None:
             f"{num_gpus:g} GPU(s) are asked for by replicas.min, and torch sees {found} here; configs/local.yaml serves"
             " on a CPU, else check the driver and CUDA_VISIBLE_DEVICES"
         )
-    kind, _, number = device.partition(":")
     if kind == "cuda" and not found:
         raise CommandFailed(
             f"device is {device!r}, and torch sees no GPU; say device: cpu, or install a build of torch for this driver"
