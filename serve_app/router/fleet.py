@@ -37,8 +37,8 @@ ANSWER_TIMEOUT_S = 5.0
 """For a call that needs no step of the engine; ten times the longest step."""
 READY_TIMEOUT_S = 1.0
 """For the controller's word on readiness where an older one is at hand; probes give up after a few seconds."""
-METRICS_TIMEOUT_S = 5.0
-"""Below the 10 s after which Prometheus gives a scrape up."""
+METRICS_TIMEOUT_S = 2.0
+"""Half of the shortest scrape_timeout we ship: a page without who is silent is worth more than no page."""
 SWAP_MARGIN_S = 30.0
 """What a swap may take beside its two deadlines: the controller's own waits."""
 
