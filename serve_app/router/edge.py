@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
+from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_app.metrics import Recorder
@@ -77,10 +78,11 @@ class RequestMeter:
     `x-request-id` needs none: Serve's own takes the client's or makes one, and sends it back.
     """
 
-    def __init__(self, app: ASGIApp, *, recorder: Recorder, routes: frozenset[str]) -> None:
+    def __init__(self, app: ASGIApp, *, recorder: Recorder, routes: Collection[str]) -> None:
+        """routes: the paths of routes, `{name}` for what differs; the first that fits a request is its label."""
         self._app = app
         self._recorder = recorder
-        self._routes = routes
+        self._routes = [compile_path(route)[:2] for route in routes]
         self._num_in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -102,13 +104,23 @@ class RequestMeter:
             await self._app(scope, receive, send_noting_status)
         finally:
             self._change_in_flight(-1)
-            route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+            route = self._route_of(path_of(scope))
             self._recorder.count("pitstop_http_requests_total", route, str(status))
             self._recorder.observe("pitstop_http_request_seconds", route, value=time.perf_counter() - started_at)
+
+    def _route_of(self, path: str) -> str:
+        # Also of who was refused before the routes were asked.
+        return next((label for pattern, label in self._routes if pattern.match(path)), OTHER_ROUTE)
 
     def _change_in_flight(self, change: int) -> None:
         self._num_in_flight += change
         self._recorder.set_gauge("pitstop_http_requests_in_flight", value=self._num_in_flight)
+
+
+def path_of(scope: Scope) -> str:
+    """Gives the path that routes know, without the prefix under which the application is found."""
+    prefix = scope.get("root_path", "").rstrip("/")
+    return str(scope["path"]).removeprefix(prefix) or "/"
 
 
 async def _disconnected(receive: Receive) -> None:

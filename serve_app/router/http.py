@@ -42,12 +42,13 @@ def build_http(
     app = FastAPI(title="Pitstop", redoc_url=None)
     for router in routers:
         app.include_router(router)
-    paths = frozenset(str(getattr(route, "path", "")) for router in routers for route in router.routes)
+    # Each once, in the order in which they are asked.
+    paths = dict.fromkeys(str(getattr(route, "path", "")) for router in routers for route in router.routes)
     # What is added later stands before what was added earlier.
     app.add_middleware(KeyGate, keys=keys)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(RequestMeter, recorder=recorder, routes=paths)
+    app.add_middleware(RequestMeter, recorder=recorder, routes=tuple(paths))
 
     @app.exception_handler(PitstopError)
     async def answer_error(_: Request, error: PitstopError) -> Response:
