@@ -11,13 +11,16 @@ from starlette.responses import StreamingResponse
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine import PitstopError
 from serve_app.metrics import Recorder
-from serve_app.protocol.errors import BodyTooLarge
+from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, BodyTooLarge, rule_of
 
 T = TypeVar("T")
 
 MAX_LENGTH_DIGITS = 19
 """Of a content-length that is believed; a longer one is no length, and what is sent is counted all the same."""
+UNEXPECTED = PitstopError(INTERNAL_ERROR_MESSAGE)
+"""What a client is told of an error that is none of the project's."""
 OTHER_ROUTE = "other"
 """The label of every path that is not ours, so that scanners do not grow the metrics."""
 
@@ -73,7 +76,7 @@ class EventStream(StreamingResponse):
 
 
 class RequestMeter:
-    """ASGI middleware that counts requests.
+    """ASGI middleware that counts requests, and the errors that no handler inside it has answered.
 
     `x-request-id` needs none: Serve's own takes the client's or makes one, and sends it back.
     """
@@ -89,8 +92,7 @@ class RequestMeter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # An answer that never started is a client that left, which proxies log as 499.
-        status = 499
+        status: int | None = None
 
         async def send_noting_status(message: Message) -> None:
             nonlocal status
@@ -100,12 +102,20 @@ class RequestMeter:
 
         started_at = time.perf_counter()
         self._change_in_flight(1)
+        # An answer that never starts is a client that left, which proxies log as 499.
+        status_without_answer = 499
         try:
             await self._app(scope, receive, send_noting_status)
+        except Exception as error:
+            # Its answer is made outside of this.
+            if not isinstance(error.__cause__, ClientDisconnect):
+                status_without_answer = rule_of(UNEXPECTED).status
+                self._recorder.count("pitstop_refusals_total", rule_of(UNEXPECTED).code)
+            raise
         finally:
             self._change_in_flight(-1)
             route = self._route_of(path_of(scope))
-            self._recorder.count("pitstop_http_requests_total", route, str(status))
+            self._recorder.count("pitstop_http_requests_total", route, str(status or status_without_answer))
             self._recorder.observe("pitstop_http_request_seconds", route, value=time.perf_counter() - started_at)
 
     def _route_of(self, path: str) -> str:

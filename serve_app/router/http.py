@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse
 from engine import PitstopError, QueueFull
 from serve_app.metrics import Recorder
 from serve_app.protocol.errors import (
-    INTERNAL_ERROR_MESSAGE,
     ErrorBody,
     ErrorDetail,
     LineFull,
@@ -21,7 +20,7 @@ from serve_app.protocol.errors import (
     rule_of,
 )
 from serve_app.router.admission import Admission
-from serve_app.router.edge import RequestMeter
+from serve_app.router.edge import UNEXPECTED, RequestMeter
 from serve_app.router.keys import KeyGate, KeyRing
 
 logger = logging.getLogger("ray.serve.pitstop")
@@ -74,6 +73,6 @@ def build_http(
     @app.exception_handler(Exception)
     async def answer_unexpected(request: Request, error: Exception) -> Response:
         logger.error("event=unexpected_error route=%s error=%s", request.url.path, type(error).__name__)
-        return JSONResponse(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)).model_dump(), status_code=500)
+        return JSONResponse(error_body(UNEXPECTED).model_dump(), status_code=rule_of(UNEXPECTED).status)
 
     return app
