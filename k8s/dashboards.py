@@ -14,6 +14,8 @@ GRID_COLUMNS = 24
 ROW_HEIGHT = 8
 RATE = "[$__rate_interval]"
 SECONDS, SHARE, COUNT, PER_SECOND, REQUESTS = "s", "percentunit", "short", "ops", "reqps"
+SERVER_FAULTS = "internal_error|generation_failed|deadline_exceeded|poison_request|no_replica|replica_.*|engine_.*"
+"""The codes of errors that are no fault of who asked for an answer, as the alert has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,11 @@ OVERVIEW = Dashboard(
                 Panel(
                     "Errors",
                     SHARE,
-                    "Answers with a status of 500 or more, of all answers.",
+                    "Answers and streams that ended in an error of the server, of all answers.",
                     (
                         (
                             "errors",
-                            'sum(rate(@pitstop_http_requests_total{route=~"/v1/.*",status=~"5.."}[5m]))'
+                            f'sum(rate(@pitstop_refusals_total{{code=~"{SERVER_FAULTS}"}}[5m]))'
                             ' / sum(rate(@pitstop_http_requests_total{route=~"/v1/.*"}[5m])) or vector(0)',
                         ),
                     ),

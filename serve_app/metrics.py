@@ -260,7 +260,9 @@ ROUTER_METRICS = (
         "gauge",
         "Requests that wait, before the line, for a weight version that is yet to come.",
     ),
-    MetricSpec("pitstop_refusals_total", "counter", "Errors answered, by the code in the answer.", ("code",)),
+    MetricSpec(
+        "pitstop_refusals_total", "counter", "Errors told to clients, also in streams, by their code.", ("code",)
+    ),
     MetricSpec(
         "pitstop_routing_decisions_total",
         "counter",

@@ -110,7 +110,7 @@ class RequestMeter:
             # Its answer is made outside of this.
             if not isinstance(error.__cause__, ClientDisconnect):
                 status_without_answer = rule_of(UNEXPECTED).status
-                self._recorder.count("pitstop_refusals_total", rule_of(UNEXPECTED).code)
+                count_refusal(self._recorder, UNEXPECTED)
             raise
         finally:
             self._change_in_flight(-1)
@@ -125,6 +125,11 @@ class RequestMeter:
     def _change_in_flight(self, change: int) -> None:
         self._num_in_flight += change
         self._recorder.set_gauge("pitstop_http_requests_in_flight", value=self._num_in_flight)
+
+
+def count_refusal(recorder: Recorder, error: PitstopError) -> None:
+    """Counts an error that a client is told, in an answer or in a stream."""
+    recorder.count("pitstop_refusals_total", rule_of(error).code)
 
 
 def path_of(scope: Scope) -> str:

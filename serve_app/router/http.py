@@ -20,7 +20,7 @@ from serve_app.protocol.errors import (
     rule_of,
 )
 from serve_app.router.admission import Admission
-from serve_app.router.edge import UNEXPECTED, RequestMeter
+from serve_app.router.edge import UNEXPECTED, RequestMeter, count_refusal
 from serve_app.router.keys import KeyGate, KeyRing
 
 logger = logging.getLogger("ray.serve.pitstop")
@@ -51,7 +51,7 @@ def build_http(
 
     @app.exception_handler(PitstopError)
     async def answer_error(_: Request, error: PitstopError) -> Response:
-        recorder.count("pitstop_refusals_total", rule_of(error).code)
+        count_refusal(recorder, error)
         headers: dict[str, str] = {}
         if isinstance(error, QueueFull):
             retry_s = error.retry_after_s if isinstance(error, LineFull) else admission.retry_after_s()

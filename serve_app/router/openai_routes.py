@@ -14,7 +14,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from engine import EngineDead, EngineStopped, InvalidRequest, PitstopError, QueueFull
-from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, DeadlineExceeded, NoReplica, ReplicaLost, error_body
+from serve_app.metrics import Recorder
+from serve_app.protocol.errors import DeadlineExceeded, NoReplica, ReplicaLost, error_body
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest, ResumeBody
 from serve_app.protocol.responses import ChatCompletion, Completion, ModelCard, ModelList
 from serve_app.protocol.written import write
@@ -23,7 +24,7 @@ from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bodies import body_of, check_model, read
 from serve_app.router.bounds import check_bounds, check_priority, check_prompt_scores
 from serve_app.router.choices import Choices
-from serve_app.router.edge import EventStream, while_connected
+from serve_app.router.edge import UNEXPECTED, EventStream, count_refusal, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
 from serve_app.router.keys import Caller, caller_of
 from serve_app.router.service import Ask, GenerationService
@@ -104,7 +105,7 @@ async def _answer(
         # Before the headers, so that whatever refuses the request still has its status code.
         await while_connected(request, choices.open(asks))
         if body.stream:
-            events = _events(choices, style, body)
+            events = _events(choices, style, body, recorder=service.recorder)
             headers = _version_header(choices.first_version)
             response = EventStream(events, headers=headers, on_close=choices.close)
             is_handed_over = True
@@ -130,7 +131,9 @@ async def _collect(choices: Choices) -> list[Piece]:
     return wholes
 
 
-async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
+async def _events(
+    choices: Choices, style: AnswerFormat, body: GenerationRequest, *, recorder: Recorder
+) -> AsyncIterator[bytes]:
     # What is resumed has begun elsewhere.
     is_resumed = isinstance(body, CompletionRequest) and body.resume is not None
     begun = set(range(len(choices.answers))) if is_resumed else set[int]()
@@ -156,6 +159,7 @@ async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest
             yield _event(style.usage_chunk(choices))
         yield DONE
     except PitstopError as error:
+        count_refusal(recorder, error)
         told = error_body(error)
         if isinstance(body, CompletionRequest) and isinstance(error, RESUMABLE):
             told.resume = choices.resume_token()
@@ -163,7 +167,8 @@ async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest
     except Exception:
         # The headers are gone, so no handler could tell the client any more.
         logger.exception("event=unexpected_error")
-        yield _event(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)))
+        count_refusal(recorder, UNEXPECTED)
+        yield _event(error_body(UNEXPECTED))
 
 
 def _resumed(asks: list[Ask], resume: ResumeBody) -> list[Ask]:

@@ -113,14 +113,15 @@ class GenerationService:
         self.fleet = fleet
         self._meter = meter
         self._observer = observer
+        self.recorder = observer.recorder
         self.tenants = Tenants(settings.limits)
         self.in_flight = InFlight()
         max_waiting = settings.limits.max_queued_requests * settings.replicas.max
-        self._gate = VersionGate(fleet, settings.limits, max_waiting=max_waiting, recorder=observer.recorder)
+        self._gate = VersionGate(fleet, settings.limits, max_waiting=max_waiting, recorder=self.recorder)
         self.admission = Admission(
             settings.limits,
             max_waiting=max_waiting,
-            recorder=observer.recorder,
+            recorder=self.recorder,
             prospect=self._prospect,
         )
 

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
+from engine import UnsupportedModel, WeightsError
+from k8s.dashboards import SERVER_FAULTS
 from serve_app.metrics import METRICS
+from serve_app.protocol.errors import ERROR_RULES, SwapUnfinished
 from serve_app.router.fleet import METRICS_TIMEOUT_S
 from tests.tools.dashcheck import errors_of, metrics_of, metrics_of_expression
 
@@ -71,6 +74,16 @@ def test_every_metric_of_an_alert_exists() -> None:
         asked = metrics_of_expression(alert["expr"])
         assert asked
         assert asked - EXPOSED == set(), alert["alert"]
+
+
+def test_every_fault_of_the_server_counts_as_an_error() -> None:
+    counted = {error: bool(re.fullmatch(SERVER_FAULTS, rule.code)) for error, rule in ERROR_RULES.items()}
+    for error, rule in ERROR_RULES.items():
+        # What swaps and models that do not load answer has alerts of its own.
+        if not issubclass(error, (WeightsError, SwapUnfinished, UnsupportedModel)):
+            assert counted[error] == (rule.status >= 500), rule
+    (alert,) = (alert for alert in ALERTS if alert["alert"] == "PitstopErrorRate")
+    assert f'code=~"{SERVER_FAULTS}"' in alert["expr"]
 
 
 def test_every_alert_has_a_line_in_the_runbook() -> None:
