@@ -142,25 +142,22 @@ ENGINE_METRICS = (
 )
 REPLICA_METRICS = (
     MetricSpec(
-        "pitstop_time_to_first_token_seconds",
+        "pitstop_replica_first_token_seconds",
         "histogram",
-        "From arrival at the replica to the first token.",
+        "From arrival at the replica, after the router's line, to the first token.",
         ("replica",),
-        aliases=("vllm:time_to_first_token_seconds",),
     ),
     MetricSpec(
-        "pitstop_generation_seconds",
+        "pitstop_replica_generation_seconds",
         "histogram",
-        "From arrival at the replica to the last token.",
+        "From arrival at the replica, after the router's line, to the last token.",
         ("replica",),
-        aliases=("vllm:e2e_request_latency_seconds",),
     ),
     MetricSpec(
-        "pitstop_queue_seconds",
+        "pitstop_replica_queue_seconds",
         "histogram",
-        "From arrival at the engine to the first step that computes the request.",
+        "From arrival at the engine, after the router's line, to the first step that computes the request.",
         ("replica",),
-        aliases=("vllm:request_queue_time_seconds",),
     ),
     MetricSpec(
         "pitstop_inter_token_seconds",
@@ -246,6 +243,24 @@ ROUTER_METRICS = (
     MetricSpec("pitstop_http_request_seconds", "histogram", "Duration of HTTP requests, streams included.", ("route",)),
     MetricSpec("pitstop_http_requests_in_flight", "gauge", "HTTP requests being answered."),
     MetricSpec(
+        "pitstop_time_to_first_token_seconds",
+        "histogram",
+        "From arrival at the router to the first token of a prompt's answer.",
+        aliases=("vllm:time_to_first_token_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_generation_seconds",
+        "histogram",
+        "From arrival at the router to the last token of a prompt's answers.",
+        aliases=("vllm:e2e_request_latency_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_queue_seconds",
+        "histogram",
+        "From arrival at the router to the first step that computes the request: its line, and the replica's own.",
+        aliases=("vllm:request_queue_time_seconds",),
+    ),
+    MetricSpec(
         "pitstop_admissions_total",
         "counter",
         "Requests by what became of them before they were sent: at_once, waited, left, expired, or refused.",
@@ -255,6 +270,12 @@ ROUTER_METRICS = (
         "pitstop_queued_tokens_at_router", "gauge", "Tokens of prompts and expected answers in line at the router."
     ),
     MetricSpec("pitstop_requests_waiting_at_router", "gauge", "Requests that wait for their first token."),
+    MetricSpec(
+        "pitstop_requests_in_line",
+        "gauge",
+        "Requests in line at the router, sent to no replica yet.",
+        aliases=("vllm:num_requests_waiting",),
+    ),
     MetricSpec(
         "pitstop_requests_waiting_for_weights",
         "gauge",

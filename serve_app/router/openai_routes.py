@@ -24,9 +24,9 @@ from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bodies import body_of, check_model, read
 from serve_app.router.bounds import check_bounds, check_priority, check_prompt_scores
 from serve_app.router.choices import Choices
-from serve_app.router.edge import UNEXPECTED, EventStream, count_refusal, while_connected
+from serve_app.router.edge import UNEXPECTED, EventStream, arrived_at, count_refusal, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
-from serve_app.router.keys import Caller, caller_of
+from serve_app.router.keys import caller_of
 from serve_app.router.service import Ask, GenerationService
 from serve_app.settings import AppSettings
 
@@ -63,7 +63,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
             service.style.check(body)
             most = await service.max_tokens(body)
             prompt_ids = await service.chat_ids(body.messages, body, max_tokens=most, **body.template_options())
-            (ask,) = await _asks(body, [prompt_ids], service, caller_of(request))
+            (ask,) = await _asks(body, [prompt_ids], service, request)
             asks = [replace(ask, grammar=service.style.grammar(body))]
             check_prompt_scores(body, len(ask.prompt_ids), settings.limits)
             parts = partial(service.style.parts, body, ask.prompt_ids)
@@ -76,7 +76,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         with _parameters_named(prompt="prompt"):
             most = await service.max_tokens(body)
             prompts = await service.ids_of_prompts(body.prompt, max_tokens=most)
-            asks = await _asks(body, prompts, service, caller_of(request))
+            asks = await _asks(body, prompts, service, request)
             check_prompt_scores(body, sum(len(ask.prompt_ids) for ask in asks), settings.limits)
             if body.resume is not None:
                 asks = await asyncio.to_thread(_resumed, asks, body.resume)
@@ -197,10 +197,11 @@ async def _read(model: type[Body], request: Request, settings: AppSettings) -> B
 
 
 async def _asks(
-    body: GenerationRequest, prompts: Sequence[list[int]], service: GenerationService, caller: Caller
+    body: GenerationRequest, prompts: Sequence[list[int]], service: GenerationService, request: Request
 ) -> list[Ask]:
     """Gives what is asked of each prompt: the same, so it is made once."""
     _check_min_tokens(body)
+    caller = caller_of(request)
     words = body.bad_words or ()
     # A thousand words are two thousand texts.
     words_ids = await asyncio.to_thread(service.tokenizer.bad_words_ids, words) if words else []
@@ -227,6 +228,7 @@ async def _asks(
         weight_version=body.weight_version,
         timeout_s=body.timeout,
         route="chat" if isinstance(body, ChatRequest) else "completions",
+        arrived_at=arrived_at(request),
     )
     return [ask(await _truncated(body, prompt_ids, service)) for prompt_ids in prompts]
 

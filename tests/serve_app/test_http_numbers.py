@@ -1,6 +1,7 @@
 """What the numbers of a router say of answers, plain and streamed, of an engine that answers as it is told."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -98,7 +99,7 @@ class Running:
         )
         self.numbers = RouterNumbers(recorder, self.service.admission)
         app = build_asgi(self.service, app_settings, recorder=recorder, numbers=self.numbers)
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test")
 
     async def post(self, route: str, **fields: Any) -> httpx.Response:
@@ -142,3 +143,29 @@ async def test_an_answer_that_ends_well_is_no_refusal(route: str) -> None:
     for is_streamed in (False, True):
         assert (await running.post(route, stream=is_streamed)).status_code == 200
     assert running.found("pitstop_refusals_total") == {}
+
+
+SLOW_S = 0.3
+"""What a client takes to send its body."""
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_times_count_from_the_arrival_of_a_request_and_not_from_when_its_body_was_read(
+    route: str, is_streamed: bool
+) -> None:
+    running = Running(TokenEvent("r", [65], computed_s=0.0), TokenEvent("r", [66], finish_reason="stop"))
+    body = json.dumps(ROUTES[route] | {"stream": is_streamed}).encode()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield body[:9]
+        await asyncio.sleep(SLOW_S)
+        yield body[9:]
+
+    answer = await running.http.post(route, content=slowly(), headers={"content-type": "application/json"})
+    assert answer.status_code == 200
+    (http_s,) = running.found("pitstop_http_request_seconds_sum").values()
+    for name in ("time_to_first_token", "queue", "generation"):
+        assert list(running.found(f"pitstop_{name}_seconds_count").values()) == [1]
+        (seconds,) = running.found(f"pitstop_{name}_seconds_sum").values()
+        assert SLOW_S <= seconds <= http_s, name

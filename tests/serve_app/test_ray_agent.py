@@ -57,9 +57,9 @@ def test_series_that_end_are_left_out(told: list[Any]) -> None:
 def test_a_histogram_is_sent_as_its_sum_and_count(told: list[Any]) -> None:
     recorder = Recorder(REPLICA_METRICS)
     for value in (0.5, 1.5):
-        recorder.observe("pitstop_generation_seconds", "1", value=value)
+        recorder.observe("pitstop_replica_generation_seconds", "1", value=value)
     AgentMirror(recorder.expose, interval_s=1).copy()
     assert sorted(told) == [
-        ("pitstop_generation_seconds_count", 2, {"replica": "1"}),
-        ("pitstop_generation_seconds_sum", 2, {"replica": "1"}),
+        ("pitstop_replica_generation_seconds_count", 2, {"replica": "1"}),
+        ("pitstop_replica_generation_seconds_sum", 2, {"replica": "1"}),
     ]
