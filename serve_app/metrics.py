@@ -30,8 +30,12 @@ BUCKETS: dict[str, tuple[float, ...]] = {
     "length": LENGTH_BUCKETS,
 }
 """By the name under which `metrics.buckets` of the settings replaces them."""
-UNITS = ("tokens_per_second", "seconds", "tokens", "blocks", "bytes", "steps", "requests", "ratio")
-
+UNITS = frozenset(
+    {"seconds", "tokens", "blocks", "bytes", "steps", "requests", "ratio", "version", "versions", "replicas", "swaps"}
+    | {"leases", "commits", "starts", "failures", "preemptions", "decisions", "admissions", "refusals", "resumes"}
+)
+"""The words of names that say what is counted. A name without one is of what is true or not, 1 or 0."""
+SPEED = "tokens_per_second"
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 """Versions; off-policy training seldom uses what is older."""
 
@@ -51,9 +55,10 @@ class MetricSpec:
 
     @property
     def unit(self) -> str:
-        """What is counted, as the name says."""
-        plain = self.name.removesuffix("_total").removeprefix("pitstop_")
-        return next((unit for unit in UNITS if plain.endswith(unit) or plain.startswith(unit + "_")), "1")
+        """What is counted, as the last word of the name that is a unit says; "1" where none is."""
+        if self.name.endswith(SPEED):
+            return SPEED
+        return next((word for word in reversed(self.name.split("_")) if word in UNITS), "1")
 
 
 def _gauge(name: str, stat: str, help_text: str, *aliases: str) -> MetricSpec:
@@ -130,7 +135,7 @@ ENGINE_METRICS = (
     ),
     _counter("pitstop_step_seconds_total", "step_seconds_total", "Seconds spent in steps."),
     _counter("pitstop_paused_seconds_total", "paused_seconds_total", "Seconds the generation loop was paused."),
-    _counter("pitstop_weight_commits_total", "weight_swaps_total", "Weight versions committed on the replica."),
+    _counter("pitstop_weight_commits_total", "weight_swaps_total", "Commits of new weights on the replica."),
     MetricSpec(
         "pitstop_requests_total",
         "counter",

@@ -1,5 +1,6 @@
 """Metrics: one table, one exposition for the fleet, bounded labels."""
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,6 +43,41 @@ def test_every_name_is_unique_prefixed_and_has_a_help_text() -> None:
         assert spec.name.startswith("pitstop_")
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         assert spec.help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("pitstop_kv_blocks_used", "blocks"),
+        ("pitstop_kv_blocks_on_host", "blocks"),
+        ("pitstop_kv_blocks_evicted_total", "blocks"),
+        ("pitstop_kv_block_tokens", "tokens"),
+        ("pitstop_queued_tokens_at_router", "tokens"),
+        ("pitstop_version_tokens_total", "tokens"),
+        ("pitstop_http_requests_in_flight", "requests"),
+        ("pitstop_requests_waiting_for_weights", "requests"),
+        ("pitstop_token_staleness_versions", "versions"),
+        ("pitstop_replicas_wanted", "replicas"),
+        ("pitstop_replica_starts_total", "starts"),
+        ("pitstop_step_prompt_token_seconds", "seconds"),
+        ("pitstop_decode_tokens_per_second", "tokens_per_second"),
+        ("pitstop_engine_paused", "1"),
+    ],
+)
+def test_a_unit_is_what_is_counted(name: str, unit: str) -> None:
+    (spec,) = (spec for spec in METRICS if spec.name == name)
+    assert spec.unit == unit
+
+
+def test_only_what_is_true_or_not_has_no_unit() -> None:
+    assert {spec.name for spec in METRICS if spec.unit == "1"} == {
+        spec.name for spec in METRICS if spec.help.startswith("1 while")
+    }
+    # A text that begins with a quantity is of the same one.
+    quantity = re.compile(r"(?:\w+ )?(blocks|tokens|bytes|versions|seconds)\b", re.IGNORECASE)
+    told = [(spec, found[1].lower()) for spec in METRICS if (found := quantity.match(spec.help))]
+    assert len(told) > 20
+    assert [(spec.name, spec.unit) for spec, unit in told if spec.unit != unit] == []
 
 
 def test_labels_are_only_those_with_few_values() -> None:
