@@ -4,10 +4,13 @@ Two routers and two replicas of a tiny model; started once.
 """
 
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
+import psutil
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +25,7 @@ from tests.deployment.prometheus_server import (
     eventually,
     prometheus_over,
 )
-from tests.serve_app.running_app import ADMIN_KEY, running_app
+from tests.serve_app.running_app import ADMIN_KEY, APP_NAME, running_app
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
 
 pytestmark = pytest.mark.slow
@@ -53,11 +56,16 @@ STILL = {
     "pitstop_scaling_decisions_total",
     "pitstop_scaling_failures_total",
     "pitstop_queued_tokens_at_router",  # for less than a scrape; test_admission
+    "pitstop_requests_in_line",
+    "pitstop_requests_waiting_for_weights",  # nobody asks for weights that are yet to come; test_http_versions
     "pitstop_resumes_total",  # needs a replica that dies: test_resuming_stream, test_router, test_chaos
     "pitstop_resume_seconds",
     "pitstop_poison_requests_total",
 }
 """What this run does not move; every other metric of the table has to."""
+
+SCRAPE_TIMEOUT_S = 8
+"""Of the monitors on Kubernetes."""
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +144,16 @@ def _page_of_two(http: httpx.Client) -> str | None:
     return page if ready else None
 
 
+def _process_of(deployment: str) -> psutil.Process:
+    """The process of one of its replicas."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(f"ServeReplica:{APP_NAME}:{deployment}" in part for part in process.cmdline()):
+                found.append(process)
+    return found[0]
+
+
 def samples_of(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -169,6 +187,22 @@ def test_prometheus_finds_all_that_dashboards_and_alerts_ask_for(prometheus: htt
     check_expressions(prometheus)
     check_panels(prometheus)
     check_alerts(prometheus)
+
+
+def test_a_replica_that_stands_still_takes_no_other_off_the_page(http: httpx.Client, pages: list[str]) -> None:
+    replica = _process_of("EngineReplica")
+    replica.suspend()
+    try:
+        started_at = time.monotonic()
+        page = http.get("/metrics").text
+        assert time.monotonic() - started_at < SCRAPE_TIMEOUT_S
+    finally:
+        replica.resume()
+    series = samples_of(page)
+    found = {name: [dict(labels) for other, labels in series if other == name] for name, _ in series}
+    assert len(found["pitstop_engine_alive"]) == len(found["vllm:num_requests_running"]) == 1
+    assert {labels["router"] for labels in found["pitstop_requests_in_line"]} == {"0", "1"}
+    assert "pitstop_committed_weight_version" in found
 
 
 def test_rays_own_page_has_the_numbers_too(http: httpx.Client, pages: list[str]) -> None:
