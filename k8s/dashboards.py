@@ -14,6 +14,8 @@ GRID_COLUMNS = 24
 ROW_HEIGHT = 8
 RATE = "[$__rate_interval]"
 SECONDS, SHARE, COUNT, PER_SECOND, REQUESTS = "s", "percentunit", "short", "ops", "reqps"
+SERVER_FAULTS = "internal_error|generation_failed|deadline_exceeded|poison_request|no_replica|replica_.*|engine_.*"
+"""The codes of errors that are no fault of who asked for an answer, as the alert has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +90,11 @@ OVERVIEW = Dashboard(
                 Panel(
                     "Errors",
                     SHARE,
-                    "Answers with a status of 500 or more, of all answers.",
+                    "Answers and streams that ended in an error of the server, of all answers.",
                     (
                         (
                             "errors",
-                            'sum(rate(@pitstop_http_requests_total{route=~"/v1/.*",status=~"5.."}[5m]))'
+                            f'sum(rate(@pitstop_refusals_total{{code=~"{SERVER_FAULTS}"}}[5m]))'
                             ' / sum(rate(@pitstop_http_requests_total{route=~"/v1/.*"}[5m])) or vector(0)',
                         ),
                     ),
@@ -113,7 +115,7 @@ OVERVIEW = Dashboard(
                 Panel(
                     "Time to first token",
                     SECONDS,
-                    "From arrival at a replica to its first token.",
+                    "From arrival at a router to the first token, the wait in line included.",
                     _quantiles("pitstop_time_to_first_token_seconds", 0.5, 0.95, 0.99),
                 ),
                 Panel(
@@ -125,7 +127,7 @@ OVERVIEW = Dashboard(
                 Panel(
                     "Whole answers",
                     SECONDS,
-                    "From arrival at a replica to the last token.",
+                    "From arrival at a router to the last token, the wait in line included.",
                     _quantiles("pitstop_generation_seconds", 0.5, 0.95, 0.99),
                 ),
                 Panel(
@@ -151,7 +153,8 @@ OVERVIEW = Dashboard(
                     "Over all replicas and routers.",
                     (
                         ("running", "sum(@pitstop_requests_running)"),
-                        ("waiting", "sum(@pitstop_requests_waiting)"),
+                        ("waiting at replicas", "sum(@pitstop_requests_waiting)"),
+                        ("in line at routers", "sum(@pitstop_requests_in_line)"),
                         ("HTTP in flight", "sum(@pitstop_http_requests_in_flight)"),
                     ),
                 ),
@@ -218,10 +221,22 @@ ENGINE = Dashboard(
                 Panel("Running", COUNT, "Requests that the engine computes.", _each("@pitstop_requests_running")),
                 Panel("Waiting", COUNT, "Requests in the engine's queue.", _each("@pitstop_requests_waiting")),
                 Panel(
-                    "Time in the queue",
+                    "Time in the engine's queue",
                     SECONDS,
-                    "From arrival to the first step.",
-                    _quantiles("pitstop_queue_seconds", 0.5, 0.95, 0.99),
+                    "From arrival at the engine, after the router's line, to the first step.",
+                    _quantiles("pitstop_replica_queue_seconds", 0.5, 0.95, 0.99),
+                ),
+                Panel(
+                    "First token at the replica",
+                    SECONDS,
+                    "From arrival at a replica, after the router's line, to the first token.",
+                    _quantiles("pitstop_replica_first_token_seconds", 0.5, 0.95, 0.99),
+                ),
+                Panel(
+                    "Answers at the replica",
+                    SECONDS,
+                    "From arrival at a replica, after the router's line, to the last token.",
+                    _quantiles("pitstop_replica_generation_seconds", 0.5, 0.95, 0.99),
                 ),
                 Panel(
                     "Prompts",
@@ -452,11 +467,19 @@ ROUTER = Dashboard(
                 Panel(
                     "Waiting at the routers",
                     COUNT,
-                    "Requests without a first token, and those that wait for weights to come before they are in line.",
+                    "Requests without a first token, of those the ones in line, and those that wait for weights to come"
+                    " before they are in line.",
                     (
                         ("router {{router}}", "@pitstop_requests_waiting_at_router"),
+                        ("router {{router}}, in line", "@pitstop_requests_in_line"),
                         ("router {{router}}, for weights", "@pitstop_requests_waiting_for_weights"),
                     ),
+                ),
+                Panel(
+                    "Wait for the first step",
+                    SECONDS,
+                    "From arrival at a router until a replica begins: the line, and the replica's own queue.",
+                    _quantiles("pitstop_queue_seconds", 0.5, 0.95, 0.99),
                 ),
                 Panel(
                     "In flight at the routers",

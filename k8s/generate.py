@@ -11,6 +11,7 @@ import yaml
 
 from k8s.dashboards import DASHBOARDS, render
 from serve_app.metrics import METRICS, ROUTER_METRICS, MetricSpec
+from serve_app.ray_agent import names_at_agent
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG_OF_OVERLAY = {
@@ -19,6 +20,7 @@ CONFIG_OF_OVERLAY = {
     "gpu-tensor-parallel": "tensor-parallel.yaml",
     "production": "production.yaml",
 }
+RAY_EXAMPLES = ("pitstop_steps_total", "pitstop_requests_running", "pitstop_time_to_first_token_seconds")
 EVERY_INTERFACE = "0.0.0.0"
 """Where a pod listens; who may connect is for network policies and the gateway."""
 
@@ -52,15 +54,40 @@ def _metrics_page() -> str:
     head = [
         "# Metrics",
         "",
-        "Made from `serve_app/metrics.py` by `make manifests`. `GET /metrics` of any router has them all; Ray's",
-        "metrics agent has them with `ray_` before the name, and of each histogram only sum and count. An alias shows",
-        "the same with `model_name`, and with `engine` for `replica`; `vllm:cache_config_info` has `block_size` and",
-        "`num_gpu_blocks`. `metrics.buckets` of the settings replaces bounds.",
+        "Made from `serve_app/metrics.py` by `make manifests`. `GET /metrics` of any router has them all. An alias",
+        "shows the same with `model_name`, and with `engine` for `replica`; an alias of two metrics has the series of",
+        "both. `vllm:cache_config_info` has `block_size` and `num_gpu_blocks`. `metrics.buckets` of the settings",
+        "replaces bounds.",
+        "",
+        *_ray_agent_section(),
+        "",
+        "## All metrics",
         "",
         "| name | kind | unit | labels | what | alias |",
         "|---|---|---|---|---|---|",
     ]
     return "\n".join(head + [_metric_row(spec) for spec in METRICS]) + "\n"
+
+
+def _ray_agent_section() -> list[str]:
+    """What differs on the page of Ray's agent, with one metric of each kind as the example."""
+    examples = {spec.kind: spec for spec in METRICS if spec.name in RAY_EXAMPLES}
+    rows = [
+        f"| {kind} | `{spec.name}` | {', '.join(f'`{name}`' for name in names_at_agent(spec))} |"
+        for kind, spec in sorted(examples.items())
+    ]
+    return [
+        "## At Ray's metrics agent",
+        "",
+        "Every `metrics.ray_interval_s` each process copies its numbers to the agent of its node, under names that",
+        "differ: `ray_` comes first, and of a histogram there are its sum and count alone, as two counters, to which",
+        "Ray adds `_total`. It has no buckets, so no quantiles, and no alias. Metrics with a `version` label are left",
+        "out. Ray adds labels of its own. Dashboards and alerts are made for `GET /metrics`.",
+        "",
+        "| kind | here | at Ray's agent |",
+        "|---|---|---|",
+        *rows,
+    ]
 
 
 def _metric_row(spec: MetricSpec) -> str:

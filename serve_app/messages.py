@@ -88,7 +88,8 @@ class TokenEvent:
     logprobs is aligned with token_ids where asked for, else empty. weight_versions covers token_ids: spans whose
     positions count from the start of the request's output.
     top_logprobs has the most likely tokens of each place where asked for. prompt_logprobs and prompt_top_logprobs, of
-    the prompt's tokens but the first, come in the first event. queued_s is how long the request waited for a place.
+    the prompt's tokens but the first, come in the first event. queued_s is how long the request waited for a place at
+    its replica; computed_s, in the first event, how long ago its first step was; None where it had none.
     index says which sequence of the prompt it is of, where several were asked for; `more` has what the others have new
     since the same event, each at most once.
     text, prompt_ids and seed are the router's: what is new as text, which lags behind the tokens by unfinished
@@ -109,6 +110,7 @@ class TokenEvent:
     prompt_logprobs: Sequence[float] = field(default_factory=list)
     prompt_top_logprobs: Sequence[TopLogprobs] = field(default_factory=list)
     queued_s: float = 0.0
+    computed_s: float | None = None
     index: int = 0
     more: list["TokenEvent"] = field(default_factory=list)
     seed: int | None = None

@@ -1,8 +1,8 @@
 """The same numbers under the names of other systems, so that their dashboards and scalers work unchanged.
 
 vLLM's names are what KEDA examples, the Gateway API's inference extension and many dashboards ask for. An alias carries
-`model_name` as vLLM's series do, and `engine` for our `replica`. The fleet is one page, so to a gateway that expects
-a page for each pod it is one backend.
+`model_name` as vLLM's series do, and `engine` for our `replica`; what routers measure has `router` instead. The fleet
+is one page, so to a gateway that expects a page for each pod it is one backend.
 """
 
 import re
@@ -18,6 +18,13 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 SUFFIXES = ("_bucket", "_sum", "_count")
 
 
+ALIASED = {
+    alias: [spec for spec in METRICS if alias in spec.aliases]
+    for alias in dict.fromkeys(alias for spec in METRICS for alias in spec.aliases)
+}
+"""What each alias repeats. Where that is several metrics, of parts of the fleet, their sum is what the alias counts."""
+
+
 def with_aliases(exposition: str, *, model: str) -> str:
     """Gives the exposition with every alias of the table after what it repeats."""
     samples = [found for line in exposition.splitlines() if (found := SAMPLE.fullmatch(line))]
@@ -25,20 +32,25 @@ def with_aliases(exposition: str, *, model: str) -> str:
     for sample in samples:
         by_name.setdefault(sample["name"], []).append(sample)
     model_label = f'model_name="{_escaped(model)}"'
-    lines = [line for spec in METRICS for line in _alias_lines(spec, by_name, model_label)]
+    lines = [line for alias, specs in ALIASED.items() for line in _alias_lines(alias, specs, by_name, model_label)]
     lines += _cache_config(by_name, model_label)
     return exposition + "".join(f"{line}\n" for line in lines)
 
 
-def _alias_lines(spec: MetricSpec, by_name: dict[str, list[re.Match[str]]], model_label: str) -> Iterator[str]:
-    names = [spec.name + suffix for suffix in (SUFFIXES if spec.kind == "histogram" else ("",))]
-    samples = [sample for name in names for sample in by_name.get(name, [])]
-    for alias in spec.aliases if samples else ():
-        yield f"# HELP {alias} {spec.help}"
-        yield f"# TYPE {alias} {spec.kind}"
-        for sample in samples:
-            labels = ",".join([model_label, *_renamed(sample["labels"] or "")])
-            yield f"{alias}{sample['name'].removeprefix(spec.name)}{{{labels}}} {sample['value']}"
+def _alias_lines(
+    alias: str, specs: list[MetricSpec], by_name: dict[str, list[re.Match[str]]], model_label: str
+) -> Iterator[str]:
+    suffixes = SUFFIXES if specs[0].kind == "histogram" else ("",)
+    samples = [
+        (suffix, sample) for spec in specs for suffix in suffixes for sample in by_name.get(spec.name + suffix, [])
+    ]
+    if not samples:
+        return
+    yield f"# HELP {alias} {' '.join(spec.help for spec in specs)}"
+    yield f"# TYPE {alias} {specs[0].kind}"
+    for suffix, sample in samples:
+        labels = ",".join([model_label, *_renamed(sample["labels"] or "")])
+        yield f"{alias}{suffix}{{{labels}}} {sample['value']}"
 
 
 def _cache_config(by_name: dict[str, list[re.Match[str]]], model_label: str) -> Iterator[str]:

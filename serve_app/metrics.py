@@ -31,8 +31,12 @@ BUCKETS: dict[str, tuple[float, ...]] = {
     "length": LENGTH_BUCKETS,
 }
 """By the name under which `metrics.buckets` of the settings replaces them."""
-UNITS = ("tokens_per_second", "seconds", "tokens", "blocks", "bytes", "steps", "requests", "ratio")
-
+UNITS = frozenset(
+    {"seconds", "tokens", "blocks", "bytes", "steps", "requests", "ratio", "version", "versions", "replicas", "swaps"}
+    | {"leases", "commits", "starts", "failures", "preemptions", "decisions", "admissions", "refusals", "resumes"}
+)
+"""The words of names that say what is counted. A name without one is of what is true or not, 1 or 0."""
+SPEED = "tokens_per_second"
 STALENESS_BUCKETS = (0.0, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
 """Versions; off-policy training seldom uses what is older."""
 
@@ -52,9 +56,10 @@ class MetricSpec:
 
     @property
     def unit(self) -> str:
-        """What is counted, as the name says."""
-        plain = self.name.removesuffix("_total").removeprefix("pitstop_")
-        return next((unit for unit in UNITS if plain.endswith(unit) or plain.startswith(unit + "_")), "1")
+        """What is counted, as the last word of the name that is a unit says; "1" where none is."""
+        if self.name.endswith(SPEED):
+            return SPEED
+        return next((word for word in reversed(self.name.split("_")) if word in UNITS), "1")
 
 
 def _gauge(name: str, stat: str, help_text: str, *aliases: str) -> MetricSpec:
@@ -131,7 +136,7 @@ ENGINE_METRICS = (
     ),
     _counter("pitstop_step_seconds_total", "step_seconds_total", "Seconds spent in steps."),
     _counter("pitstop_paused_seconds_total", "paused_seconds_total", "Seconds the generation loop was paused."),
-    _counter("pitstop_weight_commits_total", "weight_swaps_total", "Weight versions committed on the replica."),
+    _counter("pitstop_weight_commits_total", "weight_swaps_total", "Commits of new weights on the replica."),
     MetricSpec(
         "pitstop_requests_total",
         "counter",
@@ -143,25 +148,22 @@ ENGINE_METRICS = (
 )
 REPLICA_METRICS = (
     MetricSpec(
-        "pitstop_time_to_first_token_seconds",
+        "pitstop_replica_first_token_seconds",
         "histogram",
-        "From arrival at the replica to the first token.",
+        "From arrival at the replica, after the router's line, to the first token.",
         ("replica",),
-        aliases=("vllm:time_to_first_token_seconds",),
     ),
     MetricSpec(
-        "pitstop_generation_seconds",
+        "pitstop_replica_generation_seconds",
         "histogram",
-        "From arrival at the replica to the last token.",
+        "From arrival at the replica, after the router's line, to the last token.",
         ("replica",),
-        aliases=("vllm:e2e_request_latency_seconds",),
     ),
     MetricSpec(
-        "pitstop_queue_seconds",
+        "pitstop_replica_queue_seconds",
         "histogram",
-        "From arrival at the engine to the first step that computes the request.",
+        "From arrival at the engine, after the router's line, to the first step that computes the request.",
         ("replica",),
-        aliases=("vllm:request_queue_time_seconds",),
     ),
     MetricSpec(
         "pitstop_inter_token_seconds",
@@ -247,6 +249,24 @@ ROUTER_METRICS = (
     MetricSpec("pitstop_http_request_seconds", "histogram", "Duration of HTTP requests, streams included.", ("route",)),
     MetricSpec("pitstop_http_requests_in_flight", "gauge", "HTTP requests being answered."),
     MetricSpec(
+        "pitstop_time_to_first_token_seconds",
+        "histogram",
+        "From arrival at the router to the first token of a prompt's answer.",
+        aliases=("vllm:time_to_first_token_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_generation_seconds",
+        "histogram",
+        "From arrival at the router to the last token of a prompt's answers.",
+        aliases=("vllm:e2e_request_latency_seconds",),
+    ),
+    MetricSpec(
+        "pitstop_queue_seconds",
+        "histogram",
+        "From arrival at the router to the first step that computes the request: its line, and the replica's own.",
+        aliases=("vllm:request_queue_time_seconds",),
+    ),
+    MetricSpec(
         "pitstop_admissions_total",
         "counter",
         "Requests by what became of them before they were sent: at_once, waited, left, expired, or refused.",
@@ -257,11 +277,19 @@ ROUTER_METRICS = (
     ),
     MetricSpec("pitstop_requests_waiting_at_router", "gauge", "Requests that wait for their first token."),
     MetricSpec(
+        "pitstop_requests_in_line",
+        "gauge",
+        "Requests in line at the router, sent to no replica yet.",
+        aliases=("vllm:num_requests_waiting",),
+    ),
+    MetricSpec(
         "pitstop_requests_waiting_for_weights",
         "gauge",
         "Requests that wait, before the line, for a weight version that is yet to come.",
     ),
-    MetricSpec("pitstop_refusals_total", "counter", "Errors answered, by the code in the answer.", ("code",)),
+    MetricSpec(
+        "pitstop_refusals_total", "counter", "Errors told to clients, also in streams, by their code.", ("code",)
+    ),
     MetricSpec(
         "pitstop_routing_decisions_total",
         "counter",

@@ -13,12 +13,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 from ray.util.metrics import Counter, Gauge
 
+from serve_app.metrics import MetricSpec
 from serve_app.settings import MetricsSettings
 
 logger = logging.getLogger("ray.serve.pitstop")
 
 ENDING_LABELS = {"version"}
 """Their series come and go; Ray's agent would keep every one for ever."""
+
+
+def names_at_agent(spec: MetricSpec) -> list[str]:
+    """Gives the names under which Ray's own page has a metric."""
+    if spec.kind == "histogram":
+        return [f"ray_{spec.name}{suffix}_total" for suffix in ("_sum", "_count")]
+    return [f"ray_{spec.name}"]
 
 
 def start_mirror(expose: Callable[[], str], settings: MetricsSettings) -> None:

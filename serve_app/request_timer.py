@@ -34,18 +34,18 @@ class RequestTimer:
     def _take_tokens(self, count: int, now: float) -> None:
         if not self._first_at:
             self._first_at = now
-            self._observe("pitstop_time_to_first_token_seconds", now - self._stream.arrived_at)
+            self._observe("pitstop_replica_first_token_seconds", now - self._stream.arrived_at)
         else:
             self._observe("pitstop_inter_token_seconds", (now - self._latest_at) / count)
         self._latest_at = now
 
     def _take_end(self, now: float) -> None:
         num_tokens = self._stream.num_tokens
-        self._observe("pitstop_generation_seconds", now - self._stream.arrived_at)
+        self._observe("pitstop_replica_generation_seconds", now - self._stream.arrived_at)
         self._observe("pitstop_request_prompt_tokens", self._stream.num_prompt_tokens)
         self._observe("pitstop_request_generated_tokens", num_tokens + self._stream.num_resumed_tokens)
         if self._stream.queued_s is not None:
-            self._observe("pitstop_queue_seconds", self._stream.queued_s)
+            self._observe("pitstop_replica_queue_seconds", self._stream.queued_s)
         if num_tokens > 1 and not self._is_cut:
             self._observe("pitstop_time_per_output_token_seconds", (now - self._first_at) / (num_tokens - 1))
 

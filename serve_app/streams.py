@@ -164,6 +164,9 @@ class _Sequence:
             prompt_logprobs=prompt.prompt_logprobs if prompt else [],
             prompt_top_logprobs=prompt.prompt_top_logprobs if prompt else [],
             queued_s=max(0.0, prompt.lifespan[0] - prompt.created_time) if prompt else 0.0,
+            computed_s=max(0.0, time.perf_counter() - prompt.lifespan[0])
+            if prompt and prompt.lifespan[0] > 0
+            else None,
         )
 
 

@@ -86,6 +86,11 @@ class Admission:
         return len(self._line) + self._num_sent
 
     @property
+    def num_in_line(self) -> int:
+        """Requests that were not sent yet; those that were wait at replicas, or on the way there."""
+        return len(self._line)
+
+    @property
     def queued_tokens(self) -> int:
         """Tokens of prompts and expected answers in line."""
         return self._line.queued_tokens

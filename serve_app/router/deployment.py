@@ -1,5 +1,6 @@
 """Router: the ingress deployment. HTTP and the Python handle, both on one generation service."""
 
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -108,6 +109,7 @@ class Router:
         the refusals of the engine before the first event, QueueFull and its kinds, WeightVersionUnavailable, NoReplica,
         ReplicaLost, DeadlineExceeded, and GenerationFailed after the tokens that came before.
         """
+        arrived_at = time.perf_counter()
         most = (await self._service.fleet.limits()).max_model_len
         ask = Ask(
             prompt_ids=await self._service.prompt_ids(prompt, max_tokens=most),
@@ -123,6 +125,7 @@ class Router:
             weight_version=weight_version,
             resume=resume,
             timeout_s=timeout_s,
+            arrived_at=arrived_at,
         )
         if ask.resume is not None:
             check_some_go_on([ask.resume])

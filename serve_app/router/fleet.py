@@ -9,7 +9,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from engine import PitstopError
-from serve_app.broadcast import call_all
+from serve_app.broadcast import ask_each, call_all
 from serve_app.messages import (
     CommittedWeights,
     DrainRequest,
@@ -37,8 +37,8 @@ ANSWER_TIMEOUT_S = 5.0
 """For a call that needs no step of the engine; ten times the longest step."""
 READY_TIMEOUT_S = 1.0
 """For the controller's word on readiness where an older one is at hand; probes give up after a few seconds."""
-METRICS_TIMEOUT_S = 5.0
-"""Below the 10 s after which Prometheus gives a scrape up."""
+METRICS_TIMEOUT_S = 2.0
+"""Half of the shortest scrape_timeout we ship: a page without who is silent is worth more than no page."""
 SWAP_MARGIN_S = 30.0
 """What a swap may take beside its two deadlines: the controller's own waits."""
 
@@ -154,8 +154,8 @@ class Fleet:
         return None
 
     async def abort(self, request_id: str, owner: str) -> int:
-        """Aborts the owner's requests of this id at all routers and gives how many there were."""
-        answers = await call_all(self._routers(), "abort_request", request_id, owner, timeout_s=ANSWER_TIMEOUT_S)
+        """Aborts the owner's requests of this id at all routers that answer and gives how many there were."""
+        answers = await ask_each(self._routers(), "abort_request", request_id, owner, timeout_s=ANSWER_TIMEOUT_S)
         return sum(answer for answer in answers if isinstance(answer, int))
 
     async def reason_not_ready(self) -> str | None:
@@ -296,11 +296,12 @@ class Fleet:
         return num_runs * run_s + fetch_s + options.wait_s + SWAP_MARGIN_S
 
     async def metrics(self) -> list[str]:
-        """Gives the expositions of all routers, all replicas and the controller that answer in time."""
+        """Gives the expositions of all routers, all replicas and the controller, of each that answers in time."""
         answers = await asyncio.gather(
-            call_all(self._routers(), "metrics", timeout_s=METRICS_TIMEOUT_S),
-            call_all(self._engine, "metrics", timeout_s=METRICS_TIMEOUT_S),
-            call_all(self._controller, "metrics", timeout_s=METRICS_TIMEOUT_S),
+            *(
+                ask_each(handle, "metrics", timeout_s=METRICS_TIMEOUT_S)
+                for handle in (self._routers(), self._engine, self._controller)
+            ),
             return_exceptions=True,
         )
         found = [answer for answer in answers if isinstance(answer, list)]

@@ -56,16 +56,19 @@ class Generation:
         end_sequence: EndSequence | None = None,
         trail: ResumeTrail | None = None,
         has_moved: Callable[[], bool] = lambda: False,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """end_sequence: ends one output in the engine whose others go on. trail: what its outputs have already.
 
         has_moved: a replica had taken it and was lost, so that it waits for another one as long as it may take.
+        on_end: called once all answers are over, unless one has failed.
         """
         self._events = events
         self._end_sequence = end_sequence
         self._ending: set[asyncio.Task[None]] = set()
         self._first: TokenEvent | None = None
         self._has_moved = has_moved
+        self._on_end = on_end
         self._failure: str | None = None
         self._abort = asyncio.Event()
         self._reader: asyncio.Task[Any] | None = None
@@ -124,6 +127,8 @@ class Generation:
                 self.trail.add(each)
                 if self.answers[each.index].is_over:
                     self.trail.ended.add(each.index)
+        if self._failure is None and all(answer.is_over for answer in self.answers):
+            self._on_end()
         return pieces
 
     def close(self) -> None:

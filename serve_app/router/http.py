@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse
 from engine import PitstopError, QueueFull
 from serve_app.metrics import Recorder
 from serve_app.protocol.errors import (
-    INTERNAL_ERROR_MESSAGE,
     ErrorBody,
     ErrorDetail,
     LineFull,
@@ -21,7 +20,7 @@ from serve_app.protocol.errors import (
     rule_of,
 )
 from serve_app.router.admission import Admission
-from serve_app.router.edge import RequestMeter
+from serve_app.router.edge import UNEXPECTED, RequestMeter, count_refusal
 from serve_app.router.keys import KeyGate, KeyRing
 
 logger = logging.getLogger("ray.serve.pitstop")
@@ -42,16 +41,17 @@ def build_http(
     app = FastAPI(title="Pitstop", redoc_url=None)
     for router in routers:
         app.include_router(router)
-    paths = frozenset(str(getattr(route, "path", "")) for router in routers for route in router.routes)
+    # Each once, in the order in which they are asked.
+    paths = dict.fromkeys(str(getattr(route, "path", "")) for router in routers for route in router.routes)
     # What is added later stands before what was added earlier.
     app.add_middleware(KeyGate, keys=keys)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=list(cors_origins), allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(RequestMeter, recorder=recorder, routes=paths)
+    app.add_middleware(RequestMeter, recorder=recorder, routes=tuple(paths))
 
     @app.exception_handler(PitstopError)
     async def answer_error(_: Request, error: PitstopError) -> Response:
-        recorder.count("pitstop_refusals_total", rule_of(error).code)
+        count_refusal(recorder, error)
         headers: dict[str, str] = {}
         if isinstance(error, QueueFull):
             retry_s = error.retry_after_s if isinstance(error, LineFull) else admission.retry_after_s()
@@ -73,6 +73,6 @@ def build_http(
     @app.exception_handler(Exception)
     async def answer_unexpected(request: Request, error: Exception) -> Response:
         logger.error("event=unexpected_error route=%s error=%s", request.url.path, type(error).__name__)
-        return JSONResponse(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)).model_dump(), status_code=500)
+        return JSONResponse(error_body(UNEXPECTED).model_dump(), status_code=rule_of(UNEXPECTED).status)
 
     return app

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serve_app.bearer_keys import KeySource, parse_keys
 from serve_app.protocol.errors import Unauthorized, error_body, rule_of
+from serve_app.router.edge import path_of
 
 logger = logging.getLogger("ray.serve.pitstop")
 
@@ -84,7 +85,7 @@ class KeyGate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._keys.is_set:
-            path = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/")) or "/"
+            path = path_of(scope)
             if path not in OPEN_PATHS and not path.startswith(ADMIN_PATHS):
                 try:
                     caller = self._keys.find(Request(scope).headers.get("authorization", ""))

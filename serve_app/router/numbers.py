@@ -31,6 +31,7 @@ class RouterNumbers:
             self._count({reason: counts[reason] - self._recorded[reason] for reason in counts})
             self._recorded = counts
         self._recorder.set_gauge("pitstop_requests_waiting_at_router", value=self._admission.num_waiting)
+        self._recorder.set_gauge("pitstop_requests_in_line", value=self._admission.num_in_line)
         self._recorder.set_gauge("pitstop_queued_tokens_at_router", value=self._admission.queued_tokens)
         return self._recorder.expose()
 

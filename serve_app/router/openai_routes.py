@@ -14,7 +14,8 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from engine import EngineDead, EngineStopped, InvalidRequest, PitstopError, QueueFull
-from serve_app.protocol.errors import INTERNAL_ERROR_MESSAGE, DeadlineExceeded, NoReplica, ReplicaLost, error_body
+from serve_app.metrics import Recorder
+from serve_app.protocol.errors import DeadlineExceeded, NoReplica, ReplicaLost, error_body
 from serve_app.protocol.requests import ChatRequest, CompletionRequest, GenerationRequest, ResumeBody
 from serve_app.protocol.responses import ChatCompletion, Completion, ModelCard, ModelList
 from serve_app.protocol.written import write
@@ -23,9 +24,9 @@ from serve_app.router.answer import Piece, TextRules
 from serve_app.router.bodies import body_of, check_model, read
 from serve_app.router.bounds import check_bounds, check_priority, check_prompt_scores
 from serve_app.router.choices import Choices
-from serve_app.router.edge import EventStream, while_connected
+from serve_app.router.edge import UNEXPECTED, EventStream, arrived_at, count_refusal, while_connected
 from serve_app.router.formats import AnswerFormat, ChatFormat, CompletionFormat, Envelope
-from serve_app.router.keys import Caller, caller_of
+from serve_app.router.keys import caller_of
 from serve_app.router.service import Ask, GenerationService
 from serve_app.settings import AppSettings
 
@@ -62,7 +63,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
             service.style.check(body)
             most = await service.max_tokens(body)
             prompt_ids = await service.chat_ids(body.messages, body, max_tokens=most, **body.template_options())
-            (ask,) = await _asks(body, [prompt_ids], service, caller_of(request))
+            (ask,) = await _asks(body, [prompt_ids], service, request)
             asks = [replace(ask, grammar=service.style.grammar(body))]
             check_prompt_scores(body, len(ask.prompt_ids), settings.limits)
             parts = partial(service.style.parts, body, ask.prompt_ids)
@@ -75,7 +76,7 @@ def openai_routes(service: GenerationService, settings: AppSettings) -> APIRoute
         with _parameters_named(prompt="prompt"):
             most = await service.max_tokens(body)
             prompts = await service.ids_of_prompts(body.prompt, max_tokens=most)
-            asks = await _asks(body, prompts, service, caller_of(request))
+            asks = await _asks(body, prompts, service, request)
             check_prompt_scores(body, sum(len(ask.prompt_ids) for ask in asks), settings.limits)
             if body.resume is not None:
                 asks = await asyncio.to_thread(_resumed, asks, body.resume)
@@ -104,7 +105,7 @@ async def _answer(
         # Before the headers, so that whatever refuses the request still has its status code.
         await while_connected(request, choices.open(asks))
         if body.stream:
-            events = _events(choices, style, body)
+            events = _events(choices, style, body, recorder=service.recorder)
             headers = _version_header(choices.first_version)
             response = EventStream(events, headers=headers, on_close=choices.close)
             is_handed_over = True
@@ -130,7 +131,9 @@ async def _collect(choices: Choices) -> list[Piece]:
     return wholes
 
 
-async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest) -> AsyncIterator[bytes]:
+async def _events(
+    choices: Choices, style: AnswerFormat, body: GenerationRequest, *, recorder: Recorder
+) -> AsyncIterator[bytes]:
     # What is resumed has begun elsewhere.
     is_resumed = isinstance(body, CompletionRequest) and body.resume is not None
     begun = set(range(len(choices.answers))) if is_resumed else set[int]()
@@ -156,6 +159,7 @@ async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest
             yield _event(style.usage_chunk(choices))
         yield DONE
     except PitstopError as error:
+        count_refusal(recorder, error)
         told = error_body(error)
         if isinstance(body, CompletionRequest) and isinstance(error, RESUMABLE):
             told.resume = choices.resume_token()
@@ -163,7 +167,8 @@ async def _events(choices: Choices, style: AnswerFormat, body: GenerationRequest
     except Exception:
         # The headers are gone, so no handler could tell the client any more.
         logger.exception("event=unexpected_error")
-        yield _event(error_body(PitstopError(INTERNAL_ERROR_MESSAGE)))
+        count_refusal(recorder, UNEXPECTED)
+        yield _event(error_body(UNEXPECTED))
 
 
 def _resumed(asks: list[Ask], resume: ResumeBody) -> list[Ask]:
@@ -192,10 +197,11 @@ async def _read(model: type[Body], request: Request, settings: AppSettings) -> B
 
 
 async def _asks(
-    body: GenerationRequest, prompts: Sequence[list[int]], service: GenerationService, caller: Caller
+    body: GenerationRequest, prompts: Sequence[list[int]], service: GenerationService, request: Request
 ) -> list[Ask]:
     """Gives what is asked of each prompt: the same, so it is made once."""
     _check_min_tokens(body)
+    caller = caller_of(request)
     words = body.bad_words or ()
     # A thousand words are two thousand texts.
     words_ids = await asyncio.to_thread(service.tokenizer.bad_words_ids, words) if words else []
@@ -222,6 +228,7 @@ async def _asks(
         weight_version=body.weight_version,
         timeout_s=body.timeout,
         route="chat" if isinstance(body, ChatRequest) else "completions",
+        arrived_at=arrived_at(request),
     )
     return [ask(await _truncated(body, prompt_ids, service)) for prompt_ids in prompts]
 

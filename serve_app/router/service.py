@@ -68,6 +68,9 @@ class Ask:
     resume: ResumePoint | None = None
     """What was answered before, of the same request."""
 
+    arrived_at: float | None = None
+    """When it came to the router, on `time.perf_counter`; None is when it is opened."""
+
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise InvalidRequest("the prompt is empty; it must hold at least one token", "prompt")
@@ -113,14 +116,15 @@ class GenerationService:
         self.fleet = fleet
         self._meter = meter
         self._observer = observer
+        self.recorder = observer.recorder
         self.tenants = Tenants(settings.limits)
         self.in_flight = InFlight()
         max_waiting = settings.limits.max_queued_requests * settings.replicas.max
-        self._gate = VersionGate(fleet, settings.limits, max_waiting=max_waiting, recorder=observer.recorder)
+        self._gate = VersionGate(fleet, settings.limits, max_waiting=max_waiting, recorder=self.recorder)
         self.admission = Admission(
             settings.limits,
             max_waiting=max_waiting,
-            recorder=observer.recorder,
+            recorder=self.recorder,
             prospect=self._prospect,
         )
 
@@ -172,13 +176,16 @@ class GenerationService:
             timeout_s=ask.timeout_s,
         )
         admitted = AdmittedEvents(self.admission, request, self._open, gate=self._gate)
+        metered = MeteredEvents(admitted, self._meter)
+        observed = self._observer.observe(metered, request, route=ask.route, arrived_at=ask.arrived_at)
         return Generation(
-            self._observer.observe(MeteredEvents(admitted, self._meter), request, route=ask.route),
+            observed,
             answers,
             prompt_ids=ask.prompt_ids,
             end_sequence=admitted.end_sequence,
             trail=trail,
             has_moved=lambda: admitted.has_moved,
+            on_end=observed.end,
         )
 
     def _check_limit(self, timeout_s: float | None) -> None:

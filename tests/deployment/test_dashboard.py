@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from engine import UnsupportedModel, WeightsError
+from k8s.dashboards import SERVER_FAULTS
 from serve_app.metrics import METRICS
+from serve_app.protocol.errors import ERROR_RULES, SwapUnfinished
+from serve_app.router.fleet import METRICS_TIMEOUT_S
 from tests.tools.dashcheck import errors_of, metrics_of, metrics_of_expression
 
 REPOSITORY = Path(__file__).parents[2]
@@ -20,6 +24,27 @@ HISTOGRAM_SERIES = ("_bucket", "_sum", "_count")
 EXPOSED = {
     metric.name + suffix for metric in METRICS for suffix in (HISTOGRAM_SERIES if metric.kind == "histogram" else ("",))
 }
+
+
+def scrapes() -> list[tuple[str, str, str]]:
+    """Who asks for our page: where it says so, how often, and for how long it waits."""
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yaml").read_text())
+    jobs = [config["global"] | job for job in config["scrape_configs"]]
+    found = [(job["job_name"], job["scrape_interval"], job.get("scrape_timeout", "none")) for job in jobs]
+    for path in REPOSITORY.joinpath("k8s").rglob("*.yaml"):
+        for resource in (one for one in yaml.safe_load_all(path.read_text()) if isinstance(one, dict)):
+            spec = resource.get("spec", {}) if resource.get("kind") in ("PodMonitor", "ServiceMonitor") else {}
+            endpoints = (*spec.get("podMetricsEndpoints", ()), *spec.get("endpoints", ()))
+            ours = (endpoint for endpoint in endpoints if endpoint["port"] == "serve")
+            found += [(path.name, endpoint["interval"], endpoint.get("scrapeTimeout", "none")) for endpoint in ours]
+    return found
+
+
+def test_every_scrape_outlasts_a_page_that_waits_for_a_silent_replica() -> None:
+    assert [name for name, _, _ in scrapes()] == ["pitstop", "podmonitors.yaml"]
+    for name, interval, timeout in scrapes():
+        assert timeout != "none", f"{name} leaves its timeout to a default"
+        assert 2 * METRICS_TIMEOUT_S <= float(timeout.removesuffix("s")) <= float(interval.removesuffix("s")), name
 
 
 def test_there_are_four_dashboards() -> None:
@@ -49,6 +74,16 @@ def test_every_metric_of_an_alert_exists() -> None:
         asked = metrics_of_expression(alert["expr"])
         assert asked
         assert asked - EXPOSED == set(), alert["alert"]
+
+
+def test_every_fault_of_the_server_counts_as_an_error() -> None:
+    counted = {error: bool(re.fullmatch(SERVER_FAULTS, rule.code)) for error, rule in ERROR_RULES.items()}
+    for error, rule in ERROR_RULES.items():
+        # What swaps and models that do not load answer has alerts of its own.
+        if not issubclass(error, (WeightsError, SwapUnfinished, UnsupportedModel)):
+            assert counted[error] == (rule.status >= 500), rule
+    (alert,) = (alert for alert in ALERTS if alert["alert"] == "PitstopErrorRate")
+    assert f'code=~"{SERVER_FAULTS}"' in alert["expr"]
 
 
 def test_every_alert_has_a_line_in_the_runbook() -> None:

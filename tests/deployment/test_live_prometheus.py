@@ -4,10 +4,13 @@ Two routers and two replicas of a tiny model; started once.
 """
 
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import httpx
+import psutil
 import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,7 +25,7 @@ from tests.deployment.prometheus_server import (
     eventually,
     prometheus_over,
 )
-from tests.serve_app.running_app import ADMIN_KEY, running_app
+from tests.serve_app.running_app import ADMIN_KEY, APP_NAME, running_app
 from tests.serve_app.tiny_model import changed_weights, make_model_folder
 
 pytestmark = pytest.mark.slow
@@ -53,6 +56,7 @@ STILL = {
     "pitstop_scaling_decisions_total",
     "pitstop_scaling_failures_total",
     "pitstop_queued_tokens_at_router",  # for less than a scrape; test_admission
+    "pitstop_requests_in_line",
     "pitstop_resumes_total",  # needs a replica that dies: test_resuming_stream, test_router, test_chaos
     "pitstop_resume_seconds",
     "pitstop_poison_requests_total",
@@ -61,6 +65,8 @@ STILL = {
 
 ONE_WAITS = r"^pitstop_requests_waiting_for_weights\{.*\} 1\.0$"
 TWO_READY = r'^pitstop_replicas\{state="ready"\} 2\.0$'
+SCRAPE_TIMEOUT_S = 8
+"""Of the monitors on Kubernetes."""
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +156,16 @@ def _page_with(http: httpx.Client, pattern: str) -> str | None:
     return page if re.search(pattern, page, re.MULTILINE) else None
 
 
+def _process_of(deployment: str) -> psutil.Process:
+    """The process of one of its replicas."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            if any(f"ServeReplica:{APP_NAME}:{deployment}" in part for part in process.cmdline()):
+                found.append(process)
+    return found[0]
+
+
 def samples_of(page: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     return {
         (sample.name, frozenset(sample.labels.items())): sample.value
@@ -183,6 +199,22 @@ def test_prometheus_finds_all_that_dashboards_and_alerts_ask_for(prometheus: htt
     check_expressions(prometheus)
     check_panels(prometheus)
     check_alerts(prometheus)
+
+
+def test_a_replica_that_stands_still_takes_no_other_off_the_page(http: httpx.Client, pages: list[str]) -> None:
+    replica = _process_of("EngineReplica")
+    replica.suspend()
+    try:
+        started_at = time.monotonic()
+        page = http.get("/metrics").text
+        assert time.monotonic() - started_at < SCRAPE_TIMEOUT_S
+    finally:
+        replica.resume()
+    series = samples_of(page)
+    found = {name: [dict(labels) for other, labels in series if other == name] for name, _ in series}
+    assert len(found["pitstop_engine_alive"]) == len(found["vllm:num_requests_running"]) == 1
+    assert {labels["router"] for labels in found["pitstop_requests_in_line"]} == {"0", "1"}
+    assert "pitstop_committed_weight_version" in found
 
 
 def test_rays_own_page_has_the_numbers_too(http: httpx.Client, pages: list[str]) -> None:

@@ -77,7 +77,7 @@ async def test_what_the_replicas_have_room_for_is_sent_at_once_and_the_rest_in_t
     turns = [line.start(ask()) for _ in range(6)]
     await asyncio.sleep(0)
     assert line.order == ["a"] * 4
-    assert (line.admission.num_waiting, line.admission.queued_tokens) == (6, 40)
+    assert (line.admission.num_waiting, line.admission.num_in_line, line.admission.queued_tokens) == (6, 2, 40)
     (await turns[0]).begin()
     (await turns[0]).begin()
     await asyncio.sleep(0.01)
@@ -86,7 +86,7 @@ async def test_what_the_replicas_have_room_for_is_sent_at_once_and_the_rest_in_t
     (await turns[5]).leave()
     for turn in turns:
         (await turn).leave()
-    assert (line.admission.num_waiting, line.admission.queued_tokens) == (0, 0)
+    assert (line.admission.num_waiting, line.admission.num_in_line, line.admission.queued_tokens) == (0, 0, 0)
     assert line.outcomes() == {"at_once": 4, "waited": 2}
 
 

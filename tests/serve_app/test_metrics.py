@@ -1,5 +1,6 @@
 """Metrics: one table, one exposition for the fleet, bounded labels."""
 
+import re
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,6 +43,41 @@ def test_every_name_is_unique_prefixed_and_has_a_help_text() -> None:
         assert spec.name.startswith("pitstop_")
         assert spec.name.endswith("_total") == (spec.kind == "counter")
         assert spec.help.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("pitstop_kv_blocks_used", "blocks"),
+        ("pitstop_kv_blocks_on_host", "blocks"),
+        ("pitstop_kv_blocks_evicted_total", "blocks"),
+        ("pitstop_kv_block_tokens", "tokens"),
+        ("pitstop_queued_tokens_at_router", "tokens"),
+        ("pitstop_version_tokens_total", "tokens"),
+        ("pitstop_http_requests_in_flight", "requests"),
+        ("pitstop_requests_waiting_for_weights", "requests"),
+        ("pitstop_token_staleness_versions", "versions"),
+        ("pitstop_replicas_wanted", "replicas"),
+        ("pitstop_replica_starts_total", "starts"),
+        ("pitstop_step_prompt_token_seconds", "seconds"),
+        ("pitstop_decode_tokens_per_second", "tokens_per_second"),
+        ("pitstop_engine_paused", "1"),
+    ],
+)
+def test_a_unit_is_what_is_counted(name: str, unit: str) -> None:
+    (spec,) = (spec for spec in METRICS if spec.name == name)
+    assert spec.unit == unit
+
+
+def test_only_what_is_true_or_not_has_no_unit() -> None:
+    assert {spec.name for spec in METRICS if spec.unit == "1"} == {
+        spec.name for spec in METRICS if spec.help.startswith("1 while")
+    }
+    # A text that begins with a quantity is of the same one.
+    quantity = re.compile(r"(?:\w+ )?(blocks|tokens|bytes|versions|seconds)\b", re.IGNORECASE)
+    told = [(spec, found[1].lower()) for spec in METRICS if (found := quantity.match(spec.help))]
+    assert len(told) > 20
+    assert [(spec.name, spec.unit) for spec, unit in told if spec.unit != unit] == []
 
 
 def test_labels_are_only_those_with_few_values() -> None:
@@ -115,13 +151,13 @@ def test_nothing_merges_to_nothing() -> None:
 
 def test_recorded_numbers_move() -> None:
     recorder = Recorder(REPLICA_METRICS)
-    recorder.observe("pitstop_time_to_first_token_seconds", "0", value=0.02)
+    recorder.observe("pitstop_replica_first_token_seconds", "0", value=0.02)
     recorder.count("pitstop_heartbeat_failures_total", "0")
     recorder.count("pitstop_heartbeat_failures_total", "0")
     found = samples(recorder.expose())
     assert found["pitstop_heartbeat_failures_total", (("replica", "0"),)] == 2
-    assert found["pitstop_time_to_first_token_seconds_count", (("replica", "0"),)] == 1
-    assert found["pitstop_time_to_first_token_seconds_bucket", (("le", "0.01"), ("replica", "0"))] == 0
+    assert found["pitstop_replica_first_token_seconds_count", (("replica", "0"),)] == 1
+    assert found["pitstop_replica_first_token_seconds_bucket", (("le", "0.01"), ("replica", "0"))] == 0
     assert not any(name.endswith("_created") for name, _ in found)
 
 
@@ -143,11 +179,11 @@ def test_buckets_are_as_configured_and_every_kind_can_be() -> None:
     settings = parse_settings({"metrics": {"buckets": {"token_latency": [0.5, 1.5]}}}).metrics
     recorder = Recorder(REPLICA_METRICS, buckets=settings.buckets)
     recorder.observe("pitstop_inter_token_seconds", "0", value=1.0)
-    recorder.observe("pitstop_generation_seconds", "0", value=1.0)
+    recorder.observe("pitstop_replica_generation_seconds", "0", value=1.0)
     found = samples(recorder.expose())
     bounds = {dict(labels)["le"] for name, labels in found if name == "pitstop_inter_token_seconds_bucket"}
     assert bounds == {"0.5", "1.5", "+Inf"}
-    assert found["pitstop_generation_seconds_bucket", (("le", "0.005"), ("replica", "0"))] == 0
+    assert found["pitstop_replica_generation_seconds_bucket", (("le", "0.005"), ("replica", "0"))] == 0
 
 
 @pytest.mark.parametrize(
@@ -164,24 +200,47 @@ def test_buckets_that_are_none_are_refused(buckets: dict[str, Any], sentence: st
 
 
 def test_aliases_repeat_the_numbers_under_the_names_of_vllm() -> None:
-    recorder = Recorder(REPLICA_METRICS)
-    recorder.observe("pitstop_time_to_first_token_seconds", "0", value=0.02)
+    recorder = Recorder(ROUTER_METRICS, constant={"router": "1"})
+    recorder.observe("pitstop_time_to_first_token_seconds", value=0.02)
     stats = replace(STATS, num_blocks=512, page_size=16)
     page = with_aliases(merge_expositions([expose_engine(stats, replica="0"), recorder.expose()]), model='a "b"')
     found = samples(page)
     labels = (("engine", "0"), ("model_name", 'a "b"'))
     assert found["vllm:num_requests_waiting", labels] == 3
     assert found["vllm:request_success_total", (labels[0], ("finished_reason", "stop"), labels[1])] == 2
-    assert found["vllm:time_to_first_token_seconds_count", labels] == 1
-    assert found["vllm:time_to_first_token_seconds_bucket", (labels[0], ("le", "0.025"), labels[1])] == 1
+    router = ("router", "1")
+    assert found["vllm:time_to_first_token_seconds_count", (labels[1], router)] == 1
+    assert found["vllm:time_to_first_token_seconds_bucket", (("le", "0.025"), labels[1], router)] == 1
     size = (("block_size", "16"), labels[0], labels[1], ("num_gpu_blocks", "512"))
     assert found["vllm:cache_config_info", size] == 1
     assert found["pitstop_requests_waiting", (("replica", "0"),)] == 3
 
 
-def test_every_alias_names_one_metric_and_keeps_its_kind() -> None:
-    aliases = [alias for spec in METRICS for alias in spec.aliases]
-    assert len(aliases) == len(set(aliases)) > 15
+def test_what_waits_is_what_is_in_line_and_what_replicas_have_and_nobody_counts_twice() -> None:
+    recorder = Recorder(ROUTER_METRICS, constant={"router": "0"})
+    recorder.set_gauge("pitstop_requests_in_line", value=48)
+    recorder.set_gauge("pitstop_requests_waiting_at_router", value=62)
+    engines = [expose_engine(replace(STATS, num_waiting=waiting), replica=str(waiting)) for waiting in (6, 8)]
+    page = with_aliases(merge_expositions([*engines, recorder.expose()]), model="m")
+    waiting = {key: value for key, value in samples(page).items() if key[0] == "vllm:num_requests_waiting"}
+    assert sum(waiting.values()) == 62
+    assert len(waiting) == 3
+    assert page.count("# TYPE vllm:num_requests_waiting gauge") == 1
+
+
+@pytest.mark.parametrize("alias", ["vllm:time_to_first_token_seconds", "vllm:e2e_request_latency_seconds"])
+def test_what_clients_wait_for_is_measured_where_they_arrive(alias: str) -> None:
+    assert [spec in ROUTER_METRICS for spec in METRICS if alias in spec.aliases] == [True]
+
+
+def test_every_alias_keeps_its_kind_and_the_parts_of_one_are_of_one_kind() -> None:
+    aliases = {alias for spec in METRICS for alias in spec.aliases}
+    assert len(aliases) > 15
+    for alias in aliases:
+        parts = [spec for spec in METRICS if alias in spec.aliases]
+        assert len({(spec.kind, spec.buckets) for spec in parts}) == 1
+        # Series of one name are told apart by their labels.
+        assert len({(spec in ROUTER_METRICS, spec.labels) for spec in parts}) == len(parts)
     for spec in METRICS:
         for alias in spec.aliases:
             assert alias.endswith("_total") == (spec.kind == "counter")

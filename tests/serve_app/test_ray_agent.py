@@ -1,12 +1,13 @@
 """The copy for Ray's agent: what it would be sent, without a Ray."""
 
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from serve_app import ray_agent
-from serve_app.metrics import REPLICA_METRICS, ROUTER_METRICS, Recorder
-from serve_app.ray_agent import AgentMirror
+from serve_app.metrics import CONTROLLER_METRICS, REPLICA_METRICS, ROUTER_METRICS, MetricSpec, Recorder
+from serve_app.ray_agent import ENDING_LABELS, AgentMirror, names_at_agent
 
 
 class FakeMetric:
@@ -57,9 +58,37 @@ def test_series_that_end_are_left_out(told: list[Any]) -> None:
 def test_a_histogram_is_sent_as_its_sum_and_count(told: list[Any]) -> None:
     recorder = Recorder(REPLICA_METRICS)
     for value in (0.5, 1.5):
-        recorder.observe("pitstop_generation_seconds", "1", value=value)
+        recorder.observe("pitstop_replica_generation_seconds", "1", value=value)
     AgentMirror(recorder.expose, interval_s=1).copy()
     assert sorted(told) == [
-        ("pitstop_generation_seconds_count", 2, {"replica": "1"}),
-        ("pitstop_generation_seconds_sum", 2, {"replica": "1"}),
+        ("pitstop_replica_generation_seconds_count", 2, {"replica": "1"}),
+        ("pitstop_replica_generation_seconds_sum", 2, {"replica": "1"}),
     ]
+
+
+@pytest.mark.parametrize("specs", [REPLICA_METRICS, CONTROLLER_METRICS, ROUTER_METRICS])
+def test_every_metric_has_the_names_at_the_agent_that_the_page_of_metrics_tells(
+    told: list[Any], specs: tuple[MetricSpec, ...]
+) -> None:
+    recorder = Recorder(specs)
+    for spec in specs:
+        if spec.kind == "counter":
+            recorder.count(spec.name, *spec.labels)
+        elif spec.kind == "gauge":
+            recorder.set_gauge(spec.name, *spec.labels, value=1)
+        else:
+            recorder.observe(spec.name, *spec.labels, value=0.1)
+    AgentMirror(recorder.expose, interval_s=1).copy()
+    gauges = {spec.name for spec in specs if spec.kind == "gauge"}
+    # As Ray shows them: `ray_` before every name, and `_total` behind every counter.
+    shown = {f"ray_{name}" if name in gauges else f"ray_{name}_total" for name, _, _ in told}
+    assert shown == {name for spec in specs for name in names_at_agent(spec) if not ENDING_LABELS & set(spec.labels)}
+
+
+def test_the_page_of_metrics_says_what_differs_at_the_agent() -> None:
+    page = (Path(__file__).parents[2] / "configs" / "prometheus" / "METRICS.md").read_text()
+    section = page.partition("## At Ray's metrics agent")[2].partition("\n## ")[0]
+    assert "ray_pitstop_time_to_first_token_seconds_sum_total" in section
+    assert "no buckets" in section
+    assert "no alias" in section
+    assert all(f"`{label}`" in section for label in ENDING_LABELS)

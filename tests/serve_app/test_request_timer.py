@@ -38,19 +38,23 @@ async def test_every_histogram_of_a_request_is_observed() -> None:
     )
     counts = {name.removesuffix("_count") for name, value in found.items() if name.endswith("_count") and value == 1}
     assert counts == {
-        "time_to_first_token_seconds",
+        "replica_first_token_seconds",
         "inter_token_seconds",
-        "generation_seconds",
+        "replica_generation_seconds",
         "time_per_output_token_seconds",
-        "queue_seconds",
+        "replica_queue_seconds",
         "request_prompt_tokens",
         "request_generated_tokens",
     }
-    assert (found["queue_seconds_sum"], found["request_prompt_tokens_sum"]) == (0.5, 3)
+    assert (found["replica_queue_seconds_sum"], found["request_prompt_tokens_sum"]) == (0.5, 3)
     assert found["request_generated_tokens_sum"] == 3
 
 
 async def test_a_request_that_ends_without_a_token_has_no_token_times() -> None:
     cancelled = GenerationOutput("a", status=RequestStatus.CANCELLED, finish_reason=FinishReason.CANCELLED)
     counts = {name for name in await observed(cancelled) if name.endswith("_count")}
-    assert counts == {"generation_seconds_count", "request_prompt_tokens_count", "request_generated_tokens_count"}
+    assert counts == {
+        "replica_generation_seconds_count",
+        "request_prompt_tokens_count",
+        "request_generated_tokens_count",
+    }

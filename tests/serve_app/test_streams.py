@@ -1,7 +1,10 @@
 """One open request: everything since the last read in one event, each token once, one ending."""
 
 import asyncio
+import time
 from dataclasses import replace
+
+import pytest
 
 from engine import FinishReason, GenerationOutput, RequestStatus, SamplingParams, WeightSpan, WorkloadHints
 from serve_app.messages import GenerateRequest
@@ -145,3 +148,15 @@ async def test_an_answer_longer_than_expected_is_expected_to_go_on() -> None:
     opened = stream(limit=10_000, expected=20)
     opened.deliver(output([7] * 500, (WeightSpan(1, 0, 500),)))
     assert opened.remaining_tokens == 50
+
+
+@pytest.mark.parametrize(("first_step_at", "computed_s"), [(97.0, 3.0), (-1.0, None)])
+async def test_the_first_event_says_how_long_ago_the_first_step_was(
+    monkeypatch: pytest.MonkeyPatch, first_step_at: float, computed_s: float | None
+) -> None:
+    own = stream()
+    own.deliver(replace(output([7], ()), lifespan=(first_step_at, -1.0)))
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    assert (await own.read()).computed_s == computed_s
+    own.deliver(output([8], ()))
+    assert (await own.read()).computed_s is None

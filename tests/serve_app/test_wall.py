@@ -22,7 +22,7 @@ from serve_app.messages import (
     SwapResult,
     WeightSource,
 )
-from serve_app.metrics import CONTROLLER_METRICS, REPLICA_METRICS, ROUTER_METRICS, Recorder
+from serve_app.metrics import CONTROLLER_METRICS, METRICS, REPLICA_METRICS, ROUTER_METRICS, Recorder
 from serve_app.router.admission import Admission
 from serve_app.router.http import build_http
 from serve_app.router.keys import KeyRing
@@ -208,7 +208,7 @@ def test_the_numbers_are_added_over_the_fleet() -> None:
 
 
 def test_every_number_is_of_a_metric_there_is() -> None:
-    known = {spec.name for spec in (*REPLICA_METRICS, *CONTROLLER_METRICS)}
+    known = {spec.name for spec in METRICS}
     assert {*NUMBERS.values(), *HISTOGRAMS.values()} <= known
 
 
