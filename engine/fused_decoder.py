@@ -27,6 +27,8 @@ NORMS, ATTENTION, MLP = ("input_layernorm", "post_attention_layernorm"), "self_a
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 TRIAL_TOKENS, TRIAL_CHUNK = 5, 8
 TRIAL_SCALES = (1e-2, 1.0, 30.0)
+TRIAL_POSITIONS = (0, 1, 10**3, 10**6, 10**9)
+"""Far apart, and beyond any model's length: a layer that looks at them by itself shows here."""
 NO_BIAS = np.empty(0, np.float32)
 
 Numbers = tuple[np.float32, np.float32]
@@ -278,7 +280,7 @@ def _probed(layer: Any, tools: _Tools) -> _Shape | None:
     own = _Own(layer, int(heads[1]), head_dim, tools)
     try:
         wanted = [own.compute(scale) for scale in TRIAL_SCALES]
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it is called in another way
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # it is called in another way
         return None
     if not own.is_plain or own.scale is None:
         return None
@@ -325,7 +327,7 @@ class _Own:
                 rows_1MD,
                 attention_mask=None,
                 position_embeddings=(angles_1ME.cos(), angles_1ME.sin()),
-                position_ids=torch.arange(TRIAL_TOKENS)[None],
+                position_ids=torch.tensor([TRIAL_POSITIONS]),
                 use_cache=False,
                 **{STEP_ARGUMENT: step if forward else self._listening(step)},
             )

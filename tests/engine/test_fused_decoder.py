@@ -165,6 +165,30 @@ class ScaledAttention(LlamaAttention):
         return 0.5 * attended, weights
 
 
+class FarAttention(LlamaAttention):
+    first = 0
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+        attended, weights = super().forward(hidden_states, **named)
+        is_far_1T1 = (named["position_ids"] >= self.first)[..., None]
+        return torch.where(is_far_1T1, 0.5 * attended, attended), weights
+
+
+class AttentionFarFromTheStart(FarAttention):
+    first = 100
+
+
+class AttentionBeyondAMillion(FarAttention):
+    first = 5_000_000
+
+
+class TabledAttention(LlamaAttention):
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+        scales_N = torch.linspace(1, 2, 64)  # for the positions that this model has
+        attended, weights = super().forward(hidden_states, **named)
+        return scales_N[named["position_ids"]][..., None] * attended, weights
+
+
 class GatedLayer(LlamaDecoderLayer):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -180,10 +204,13 @@ def other_layer(kind: type[LlamaDecoderLayer]) -> Callable[[Any], None]:
     return change
 
 
-def other_attention(model: Any) -> None:
-    attention = ScaledAttention(model.config, 0)
-    attention.load_state_dict(model.model.layers[0].self_attn.state_dict())
-    model.model.layers[0].self_attn = attention
+def other_attention(kind: type[LlamaAttention]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        attention = kind(model.config, 0)
+        attention.load_state_dict(model.model.layers[0].self_attn.state_dict())
+        model.model.layers[0].self_attn = attention
+
+    return change
 
 
 def other_forward(model: Any) -> None:
@@ -200,7 +227,7 @@ def biased_gate(model: Any) -> None:
 
 CHANGES = [
     *map(other_layer, (DoublingLayer, LateNormLayer, GatedLayer)),
-    other_attention,
+    *map(other_attention, (ScaledAttention, AttentionFarFromTheStart, AttentionBeyondAMillion, TabledAttention)),
     other_forward,
     other_gate,
     biased_gate,
