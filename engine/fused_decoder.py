@@ -18,9 +18,8 @@ from transformers import PreTrainedModel
 from engine.attention.cpu import CpuKernel, find_cpu_kernel, load_kernels
 from engine.attention.interface import HARMLESS_ARGUMENTS, STEP_ARGUMENT, StepAttention, use_step
 from engine.attention.step import AttentionStep, LayerView, PromptChunk
-from engine.fused_layers import MLP_PARTS, is_close, likeness, norm_numbers
+from engine.fused_layers import MLP_PARTS, is_close, likeness, norm_numbers, with_random_weights
 from engine.packed_weights import PackedWeights
-from engine.products import PanelProducts
 from engine.stand_ins import StandIn, has_own_forward
 
 NORMS, ATTENTION, MLP = ("input_layernorm", "post_attention_layernorm"), "self_attn", "mlp"
@@ -54,7 +53,7 @@ def fuse_decoder_layers(model: PreTrainedModel, packed: PackedWeights) -> list[S
                 continue
             kind = likeness(layer)
             if kind not in shapes:
-                shapes[kind] = _probed(layer, tools)
+                shapes[kind] = _probed(layer, packed, tools)
             shape = shapes[kind]
             if shape is not None:
                 stand_ins.append((layer, FusedLayer(layer, shape, packed, tools)))
@@ -270,14 +269,17 @@ def _has_the_parts(layer: Any, packed: PackedWeights) -> bool:
     )
 
 
-def _probed(layer: Any, tools: _Tools) -> _Shape | None:
-    """Gives what layers like this one need, where its own way and the fused one agree."""
+def _probed(layer: Any, packed: PackedWeights, tools: _Tools) -> _Shape | None:
+    """Gives what layers like this one need, where its own way and the fused one agree for random weights."""
     norms = [norm_numbers(getattr(layer, name), tools.norms) for name in NORMS]
     attention, head_dim = layer.self_attn, layer.self_attn.head_dim
     heads = [getattr(attention, name).out_features / head_dim for name in PROJECTIONS[:3]]
     if norms[0] is None or norms[1] is None or heads[1] != heads[2] or any(one % 1 for one in heads):
         return None
-    own = _Own(layer, int(heads[1]), head_dim, tools)
+    trial = with_random_weights(layer)
+    if trial is None:
+        return None
+    own = _Own(trial, int(heads[1]), head_dim, tools)
     try:
         wanted = [own.compute(scale) for scale in TRIAL_SCALES]
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # it is called in another way
@@ -294,9 +296,7 @@ def _probed(layer: Any, tools: _Tools) -> _Shape | None:
         num_gate_columns=layer.mlp.gate_proj.out_features,
         room=_Room(),
     )
-    trial = PackedWeights(layer, PanelProducts())
-    trial.refresh()
-    fused = FusedLayer(layer, shape, trial, tools)
+    fused = FusedLayer(trial, shape, packed.of(trial), tools)
     found = [own.compute(scale, fused.compute) for scale in TRIAL_SCALES]
     pairs = zip(wanted, found, strict=True)
     return shape if all(_all_close(one, other) for one, other in pairs) else None

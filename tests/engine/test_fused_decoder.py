@@ -244,6 +244,24 @@ def test_a_layer_that_computes_something_else_keeps_its_own_way(change: Callable
     torch.testing.assert_close(found, logits_of(model, []), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("zeroed", ["gate_proj", "up_proj", "down_proj", "q_proj", "o_proj", "norm"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_weights_that_hide_a_difference_do_not_choose_a_way(activation: str, zeroed: str) -> None:
+    model = tiny_model("llama", hidden_act=activation)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if zeroed in name:
+                parameter.zero_()
+    packed = packed_of(model)
+    fused = fuse_decoder_layers(model, packed)
+    assert len(fused) == (2 if activation == "silu" else 0)
+    stand_ins = stand_ins_for(model, packed)
+    model.load_state_dict(weights)
+    packed.refresh(all_of_them=True)
+    torch.testing.assert_close(logits_of(model, stand_ins, kernel()), logits_of(model, []), rtol=1e-4, atol=3e-4)
+
+
 def test_other_dtypes_products_and_cut_models_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     packed = packed_of(model)
