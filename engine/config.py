@@ -156,6 +156,8 @@ class ResolvedConfig:
     kv_padding_interval_size: int = DEFAULT_KV_PADDING
     num_host_slots: int = 0
     """Blocks of each group that the host tier holds."""
+    is_cut_short: bool = False
+    """Whether `max_model_len` is less than the model was made for, as `engine.model.ModelShape` says."""
 
     @property
     def pool_sizes(self) -> tuple[int, ...]:

@@ -18,15 +18,16 @@ from transformers import PreTrainedModel
 from engine.attention.cpu import CpuKernel, find_cpu_kernel, load_kernels
 from engine.attention.interface import HARMLESS_ARGUMENTS, STEP_ARGUMENT, StepAttention, use_step
 from engine.attention.step import AttentionStep, LayerView, PromptChunk
-from engine.fused_layers import MLP_PARTS, is_close, likeness, norm_numbers
+from engine.fused_layers import MLP_PARTS, is_close, likeness, norm_numbers, with_random_weights
 from engine.packed_weights import PackedWeights
-from engine.products import PanelProducts
 from engine.stand_ins import StandIn, has_own_forward
 
 NORMS, ATTENTION, MLP = ("input_layernorm", "post_attention_layernorm"), "self_attn", "mlp"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 TRIAL_TOKENS, TRIAL_CHUNK = 5, 8
 TRIAL_SCALES = (1e-2, 1.0, 30.0)
+TRIAL_POSITIONS = (0, 1, 10**3, 10**6, 10**9)
+"""Far apart, and beyond any model's length: a layer that looks at them by itself shows here."""
 NO_BIAS = np.empty(0, np.float32)
 
 Numbers = tuple[np.float32, np.float32]
@@ -52,7 +53,7 @@ def fuse_decoder_layers(model: PreTrainedModel, packed: PackedWeights) -> list[S
                 continue
             kind = likeness(layer)
             if kind not in shapes:
-                shapes[kind] = _probed(layer, tools)
+                shapes[kind] = _probed(layer, packed, tools)
             shape = shapes[kind]
             if shape is not None:
                 stand_ins.append((layer, FusedLayer(layer, shape, packed, tools)))
@@ -268,17 +269,20 @@ def _has_the_parts(layer: Any, packed: PackedWeights) -> bool:
     )
 
 
-def _probed(layer: Any, tools: _Tools) -> _Shape | None:
-    """Gives what layers like this one need, where its own way and the fused one agree."""
+def _probed(layer: Any, packed: PackedWeights, tools: _Tools) -> _Shape | None:
+    """Gives what layers like this one need, where its own way and the fused one agree for random weights."""
     norms = [norm_numbers(getattr(layer, name), tools.norms) for name in NORMS]
     attention, head_dim = layer.self_attn, layer.self_attn.head_dim
     heads = [getattr(attention, name).out_features / head_dim for name in PROJECTIONS[:3]]
     if norms[0] is None or norms[1] is None or heads[1] != heads[2] or any(one % 1 for one in heads):
         return None
-    own = _Own(layer, int(heads[1]), head_dim, tools)
+    trial = with_random_weights(layer)
+    if trial is None:
+        return None
+    own = _Own(trial, int(heads[1]), head_dim, tools)
     try:
         wanted = [own.compute(scale) for scale in TRIAL_SCALES]
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):  # it is called in another way
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # it is called in another way
         return None
     if not own.is_plain or own.scale is None:
         return None
@@ -292,9 +296,7 @@ def _probed(layer: Any, tools: _Tools) -> _Shape | None:
         num_gate_columns=layer.mlp.gate_proj.out_features,
         room=_Room(),
     )
-    trial = PackedWeights(layer, PanelProducts())
-    trial.refresh()
-    fused = FusedLayer(layer, shape, trial, tools)
+    fused = FusedLayer(trial, shape, packed.of(trial), tools)
     found = [own.compute(scale, fused.compute) for scale in TRIAL_SCALES]
     pairs = zip(wanted, found, strict=True)
     return shape if all(_all_close(one, other) for one, other in pairs) else None
@@ -325,7 +327,7 @@ class _Own:
                 rows_1MD,
                 attention_mask=None,
                 position_embeddings=(angles_1ME.cos(), angles_1ME.sin()),
-                position_ids=torch.arange(TRIAL_TOKENS)[None],
+                position_ids=torch.tensor([TRIAL_POSITIONS]),
                 use_cache=False,
                 **{STEP_ARGUMENT: step if forward else self._listening(step)},
             )

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from engine.attention.cpu import load_kernels
@@ -25,6 +24,9 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 PROBE_SCALES = (1e-3, 1.0, 30.0)
 TOLERANCE = 2e-5
 """Of the largest value; one order above what float32 sums in another order come to, and far below another formula."""
+
+NUM_DRAWN = 65_537
+"""Random numbers for one parameter, over and over, as drawing all takes seconds. A prime: so rows are unlike."""
 
 Kernels = Any
 """The module `fused_kernels`: numba has no types."""
@@ -61,10 +63,41 @@ def fuse_layers(model: PreTrainedModel, packed: PackedWeights | None = None) -> 
 def likeness(module: nn.Module) -> object:
     """Gives what modules that compute the same have in common, weights apart."""
     settings = {name: value for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))}
-    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in module.named_parameters(recurse=False))
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in tensors)
     children = tuple((name, likeness(child)) for name, child in module.named_children())
     # The number of a layer is no setting.
     return type(module), tuple(sorted((settings | {"layer_idx": None}).items())), shapes, children
+
+
+def with_random_weights(module: nn.Module) -> nn.Module | None:
+    """Gives a twin to try out: the same modules with random parameters, in memory of their own.
+
+    The weights of today may hide a difference: behind zeros everything agrees. None for a module with buffers, of whose
+    values nobody knows which make sense.
+    """
+    if any(True for _ in module.buffers()):
+        return None
+    return _twin(module, torch.Generator().manual_seed(1))
+
+
+def _twin(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    twin = nn.Module.__new__(type(module))
+    vars(twin).update(vars(module))
+    parameters = {name: _random_like(tensor, generator) for name, tensor in module._parameters.items()}
+    modules = {name: child if child is None else _twin(child, generator) for name, child in module._modules.items()}
+    vars(twin).update(_parameters=parameters, _modules=modules)
+    return twin
+
+
+def _random_like(parameter: nn.Parameter | None, generator: torch.Generator) -> nn.Parameter | None:
+    if parameter is None:
+        return None
+    # So that a product is as large as what it is made of.
+    scale = parameter.shape[-1] ** -0.5 if parameter.ndim > 1 else 1.0
+    drawn = torch.randn(min(NUM_DRAWN, parameter.numel()), generator=generator) * scale
+    repeated = drawn.repeat(-(-parameter.numel() // max(1, len(drawn))))[: parameter.numel()]
+    return nn.Parameter(repeated.view(parameter.shape), requires_grad=False)
 
 
 def _maker(module: nn.Module, kernels: Kernels, packed: PackedWeights | None) -> Maker | None:
@@ -95,18 +128,12 @@ def norm_numbers(module: Any, kernels: Kernels) -> tuple[np.float32, np.float32]
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.ndim != 1 or not isinstance(epsilon, float):
         return None
-    # Tried with random weights: those of today may hide a difference.
-    trial_D = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
-
-    def own(rows: Tensor) -> Tensor:
-        wanted: Tensor = functional_call(module, {"weight": trial_D}, (rows,))
-        return wanted
-
-    if not _takes_rows_alone(module):
+    trial: Any = with_random_weights(module)
+    if trial is None or not _takes_rows_alone(module):
         return None
     for offset in (0.0, 1.0):  # some families store what is to be added to one
         numbers = np.float32(offset), np.float32(epsilon)
-        if _agree(own, partial(_normalized, weight_D=trial_D, numbers=numbers, kernels=kernels), len(weight)):
+        if _agree(trial, partial(_normalized, weight_D=trial.weight, numbers=numbers, kernels=kernels), len(weight)):
             return numbers
     return None
 
@@ -122,7 +149,7 @@ def _gated(module: Any, kernels: Kernels, packed: PackedWeights | None) -> Maker
     if not isinstance(module.gate_proj, nn.Linear):
         return None
 
-    def forward(its: Any, rows: Tensor) -> Tensor:
+    def forward(its: Any, rows: Tensor, packed: PackedWeights | None = packed) -> Tensor:
         gated = None if packed is None else packed.gated(rows, its.gate_proj, its.up_proj)
         if gated is None:
             gated = its.gate_proj(rows)
@@ -130,7 +157,11 @@ def _gated(module: Any, kernels: Kernels, packed: PackedWeights | None) -> Maker
         out: Tensor = its.down_proj(gated)
         return out
 
-    is_same = _takes_rows_alone(module) and _agree(module, partial(forward, module), module.gate_proj.in_features)
+    trial: Any = with_random_weights(module)
+    if trial is None or not _takes_rows_alone(module):
+        return None
+    tried = [None] if packed is None else [None, packed.of(trial)]
+    is_same = all(_agree(trial, partial(forward, trial, packed=one), trial.gate_proj.in_features) for one in tried)
     return partial(partial, forward) if is_same else None
 
 
@@ -207,7 +238,8 @@ def _rotations_agree(original: Callable[..., Any], rotate: Callable[..., Any]) -
 
 
 def is_close(wanted: Tensor, found: Tensor) -> bool:
-    """Whether both are the same but for the order of their sums."""
+    """Whether both are the same but for the order of their sums; zeros alone tell nothing."""
     if wanted.shape != found.shape or wanted.dtype != found.dtype:
         return False
-    return bool((wanted - found).abs().max() <= TOLERANCE * wanted.abs().max())
+    largest = wanted.abs().max()
+    return bool(largest > 0) and bool((wanted - found).abs().max() <= TOLERANCE * largest)

@@ -23,13 +23,16 @@ class ModelShape:
     """What the engine has to know of a model before it runs it.
 
     vocab_size: ids 0 to vocab_size - 1 can be read and generated.
-    max_model_len: positions that the model was made for; None when its config names no limit.
+    max_model_len: positions that can be served exactly; None when the config names no limit.
     has_learned_positions: beyond `max_model_len` there is no embedding, so that no setting may exceed it.
+    is_cut_short: the model was made for more positions, but beyond these its rotary embedding turns every token of a
+        step by the length of the longest request in it.
     """
 
     vocab_size: int
     max_model_len: int | None
     has_learned_positions: bool
+    is_cut_short: bool
     num_layers: int
     dtype: torch.dtype
     device: torch.device
@@ -93,12 +96,15 @@ def describe(model: PreTrainedModel) -> ModelShape:
     """Gives the shape of a supported model."""
     config = model.config.get_text_config(decoder=True)
     embeddings = model.get_input_embeddings()
-    max_model_len = getattr(config, "max_position_embeddings", None)
+    max_positions = getattr(config, "max_position_embeddings", None)
+    exact_len = _exact_len(config)
+    is_cut_short = exact_len is not None and (max_positions is None or exact_len < max_positions)
     num_embeddings: int = embeddings.get_parameter("weight").shape[0]
     return ModelShape(
         vocab_size=min(config.vocab_size, num_embeddings),
-        max_model_len=max_model_len,
-        has_learned_positions=max_model_len is not None and _has_learned_positions(model, embeddings, max_model_len),
+        max_model_len=exact_len if is_cut_short else max_positions,
+        has_learned_positions=max_positions is not None and _has_learned_positions(model, embeddings, max_positions),
+        is_cut_short=is_cut_short,
         num_layers=config.num_hidden_layers,
         dtype=model.dtype,
         device=model.device,
@@ -228,6 +234,22 @@ def _objection_to_placement(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _has_learned_positions(model: Any, embeddings: nn.Module, max_model_len: int) -> bool:
+def _has_learned_positions(model: Any, embeddings: nn.Module, max_positions: int) -> bool:
     tables = (module for module in model.get_decoder().modules() if isinstance(module, nn.Embedding))
-    return any(table is not embeddings and table.num_embeddings >= max_model_len for table in tables)
+    return any(table is not embeddings and table.num_embeddings >= max_positions for table in tables)
+
+
+def _exact_len(config: Any) -> int | None:
+    """Gives the length up to which no request changes the rotary embedding of those in its step; None for any length.
+
+    transformers switches all tokens of a call to other frequencies (longrope) or to another scale (PhiMoE) where one
+    of them lies beyond the original length. "dynamic" NTK does so beyond max_position_embeddings, which none exceeds.
+    """
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kinds = [
+        parameters,
+        *(kind for kind in parameters.values() if isinstance(kind, dict)),
+    ]  # one each, or by layer type
+    switching = [kind for kind in kinds if kind.get("rope_type") == "longrope" or "long_mscale" in kind]
+    lengths = [kind.get("original_max_position_embeddings") for kind in switching]
+    return min((length for length in lengths if length is not None), default=None)

@@ -269,4 +269,17 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             f"{type(model).__name__} sends {len(found)} of its {text_config.num_hidden_layers} layers through"
             " transformers' attention interface; all of them have to"
         )
+    if not layer_types and any(layer.window is None for layer in found.values()):
+        _check_no_window(model, text_config)
     return [found[layer] for layer in sorted(found)]
+
+
+def _check_no_window(model: PreTrainedModel, text_config: Any) -> None:
+    """Refuses a window that a layer told nothing of: the cache of plain `generate` follows it even so."""
+    longest = getattr(text_config, "max_position_embeddings", None)
+    for name in ("sliding_window", "attention_chunk_size"):
+        window = getattr(text_config, name, None)
+        if window is not None and (longest is None or window < longest):
+            raise UnsupportedModel(
+                f"{type(model).__name__} hides {name}={window} of its config from the attention interface"
+            )

@@ -79,6 +79,12 @@ class PackedWeights:
         logger.debug("weights packed layers=%d took_s=%.3f", len(self._layers), perf_counter() - started)
         return before
 
+    def of(self, part: nn.Module) -> "PackedWeights":
+        """Gives the packed weights of other modules, which are multiplied in the same way."""
+        packed = PackedWeights(part, self._products)
+        packed.refresh()
+        return packed
+
     def forget(self) -> None:
         """Drops all copies at once, so that memory holds one set while they are made anew."""
         with self._lock:

@@ -85,12 +85,15 @@ def resolve_config(
         *(num_blocks, demand.page_size, max_batch_tokens, cache_bytes / 2**30),
         *(demand.step_bytes(max_batch_tokens) / 2**30, room.free_bytes / 2**30, room.share),
     )
+    if shape.is_cut_short:
+        logger.warning("longer requests are refused, the model cannot serve them exactly max_model_len=%d", model_len)
     return ResolvedConfig(
         page_size=demand.page_size,
         num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
         max_requests_per_batch=demand.max_requests,
         max_model_len=min(model_len, num_blocks * demand.page_size),
+        is_cut_short=shape.is_cut_short and model_len <= num_blocks * demand.page_size,
         vocab_size=shape.vocab_size,
         allow_block_sharing=config.allow_block_sharing,
         safety_margin=SAFETY_MARGINS[config.scheduler_type] if config.safety_margin is None else config.safety_margin,

@@ -180,11 +180,19 @@ class RequestFactory:
     def checked_prompt(self, input_ids: Sequence[int]) -> list[int]:
         """Gives the ids of a prompt that is only read; also raises ContextLengthExceeded when it is too long."""
         ids = self.checked_ids(input_ids)
-        if len(ids) > self._config.max_model_len:
+        limit = self._config.max_model_len
+        if len(ids) > limit:
             raise ContextLengthExceeded(
-                f"the prompt has {len(ids)} tokens, and {self._config.max_model_len} fit; shorten it", "input_ids"
+                f"the prompt has {len(ids)} tokens, and {limit} fit{self._why_no_more(limit)}; shorten it",
+                "input_ids",
             )
         return ids
+
+    def _why_no_more(self, limit: int) -> str:
+        """Gives what a refusal says where the limit is the model's, and less than it was made for."""
+        if not self._config.is_cut_short or limit < self._config.max_model_len:
+            return ""
+        return " (beyond, the model's rotary embedding would follow the longest request of each step)"
 
     def new_id(self) -> str:
         """Gives the next id for a request that brings none."""
@@ -220,7 +228,7 @@ class RequestFactory:
         if prompt_length + least > limit:
             raise ContextLengthExceeded(
                 f"the prompt has {prompt_length} tokens and {least} new ones are asked for, together more"
-                f" than the {limit} that fit; shorten one of them",
+                f" than the {limit} that fit{self._why_no_more(limit)}; shorten one of them",
                 param="max_new_tokens" if prompt_length < limit else "input_ids",
             )
         with self._lock:

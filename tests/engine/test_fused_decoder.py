@@ -165,6 +165,30 @@ class ScaledAttention(LlamaAttention):
         return 0.5 * attended, weights
 
 
+class FarAttention(LlamaAttention):
+    first = 0
+
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+        attended, weights = super().forward(hidden_states, **named)
+        is_far_1T1 = (named["position_ids"] >= self.first)[..., None]
+        return torch.where(is_far_1T1, 0.5 * attended, attended), weights
+
+
+class AttentionFarFromTheStart(FarAttention):
+    first = 100
+
+
+class AttentionBeyondAMillion(FarAttention):
+    first = 5_000_000
+
+
+class TabledAttention(LlamaAttention):
+    def forward(self, hidden_states: Tensor, **named: Any) -> Any:
+        scales_N = torch.linspace(1, 2, 64)  # for the positions that this model has
+        attended, weights = super().forward(hidden_states, **named)
+        return scales_N[named["position_ids"]][..., None] * attended, weights
+
+
 class GatedLayer(LlamaDecoderLayer):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -180,10 +204,13 @@ def other_layer(kind: type[LlamaDecoderLayer]) -> Callable[[Any], None]:
     return change
 
 
-def other_attention(model: Any) -> None:
-    attention = ScaledAttention(model.config, 0)
-    attention.load_state_dict(model.model.layers[0].self_attn.state_dict())
-    model.model.layers[0].self_attn = attention
+def other_attention(kind: type[LlamaAttention]) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        attention = kind(model.config, 0)
+        attention.load_state_dict(model.model.layers[0].self_attn.state_dict())
+        model.model.layers[0].self_attn = attention
+
+    return change
 
 
 def other_forward(model: Any) -> None:
@@ -200,7 +227,7 @@ def biased_gate(model: Any) -> None:
 
 CHANGES = [
     *map(other_layer, (DoublingLayer, LateNormLayer, GatedLayer)),
-    other_attention,
+    *map(other_attention, (ScaledAttention, AttentionFarFromTheStart, AttentionBeyondAMillion, TabledAttention)),
     other_forward,
     other_gate,
     biased_gate,
@@ -215,6 +242,24 @@ def test_a_layer_that_computes_something_else_keeps_its_own_way(change: Callable
     assert [module for module, _ in fuse_decoder_layers(model, packed)] == [model.model.layers[1]]
     found = logits_of(model, stand_ins_for(model, packed), kernel())
     torch.testing.assert_close(found, logits_of(model, []), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("zeroed", ["gate_proj", "up_proj", "down_proj", "q_proj", "o_proj", "norm"])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_weights_that_hide_a_difference_do_not_choose_a_way(activation: str, zeroed: str) -> None:
+    model = tiny_model("llama", hidden_act=activation)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if zeroed in name:
+                parameter.zero_()
+    packed = packed_of(model)
+    fused = fuse_decoder_layers(model, packed)
+    assert len(fused) == (2 if activation == "silu" else 0)
+    stand_ins = stand_ins_for(model, packed)
+    model.load_state_dict(weights)
+    packed.refresh(all_of_them=True)
+    torch.testing.assert_close(logits_of(model, stand_ins, kernel()), logits_of(model, []), rtol=1e-4, atol=3e-4)
 
 
 def test_other_dtypes_products_and_cut_models_have_none(monkeypatch: pytest.MonkeyPatch) -> None:

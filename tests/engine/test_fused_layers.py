@@ -73,7 +73,37 @@ class GatedRMSNorm(LlamaRMSNorm):
         return normed if gate is None else normed * gate
 
 
-@pytest.mark.parametrize("impostor", [TwiceRMSNorm, OtherMLP, CappedMLP, GatedRMSNorm])
+class BiasedRMSNorm(LlamaRMSNorm):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.zeros(width))  # today it changes nothing
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) + self.bias
+
+
+class BufferedRMSNorm(LlamaRMSNorm):
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("gain", torch.ones(1))  # nor does this
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states) * self.gain
+
+
+class ScaledMLP(LlamaMLP):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.share = nn.Parameter(torch.ones(1))  # nor this
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.share
+
+
+IMPOSTORS = [TwiceRMSNorm, OtherMLP, CappedMLP, GatedRMSNorm, BiasedRMSNorm, BufferedRMSNorm, ScaledMLP]
+
+
+@pytest.mark.parametrize("impostor", IMPOSTORS)
 def test_a_module_that_computes_something_else_keeps_its_own_way(impostor: Any) -> None:
     model: Any = tiny_model("llama")
     layer = model.model.layers[0]
@@ -109,6 +139,42 @@ def test_a_forward_that_was_replaced_is_left_alone() -> None:
     with in_use(stand_ins):
         logits_of(model)
     assert "forward" in vars(norm)
+
+
+def test_a_module_with_a_buffer_is_told_from_one_without() -> None:
+    model: Any = tiny_model("llama")
+    buffered = LlamaRMSNorm(64)
+    buffered.register_buffer("gain", torch.ones(1))
+    model.model.layers[1].input_layernorm = buffered
+    fused = [module for module, _ in fuse_layers(model)]
+    assert all(module is not buffered for module in fused)
+    assert any(module is model.model.layers[0].input_layernorm for module in fused)
+
+
+ACTIVATIONS = ["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "sigmoid", "mish", "linear"]
+
+
+@pytest.mark.parametrize("zeroed", ["gate_proj", "up_proj", "down_proj", "o_proj", "norm"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_weights_that_hide_an_activation_do_not_choose_a_stand_in(activation: str, zeroed: str) -> None:
+    model = tiny_model("llama", hidden_act=activation)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if zeroed in name:
+                parameter.zero_()
+    stand_ins = fuse_layers(model)
+    model.load_state_dict(weights)
+    expected = logits_of(model)
+    with in_use(stand_ins):
+        torch.testing.assert_close(logits_of(model), expected, rtol=1e-4, atol=3e-4)
+
+
+def test_trying_a_module_out_leaves_its_weights() -> None:
+    model = tiny_model("llama")
+    held = {name: (tensor.data_ptr(), tensor._version) for name, tensor in model.named_parameters()}
+    fuse_layers(model)
+    assert held == {name: (tensor.data_ptr(), tensor._version) for name, tensor in model.named_parameters()}
 
 
 def test_a_stand_in_follows_the_weights() -> None:

@@ -2,7 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_models import tiny_model
+from engine_runs import greedy, prompt_of
+from tiny_models import SUPPORTED, tiny_model
 
 from engine import ContinuousBatchingConfig, RequestStatus, SamplingParams, UnsupportedModel, generate_batch
 from engine.active_request import ActiveRequest
@@ -84,6 +85,39 @@ def test_a_model_whose_layers_bypass_the_attention_interface_is_refused() -> Non
     model.model.layers[1].self_attn = _NoAttention()
     with pytest.raises(UnsupportedModel, match="1 of its 2 layers"):
         probe_layers(model)
+
+
+HIDING = {
+    "phimoe": {"sliding_window": 20, "use_sliding_window": False},
+    "llama": {"sliding_window": 20},
+    "gpt_neox": {"sliding_window": 20},
+    "olmo2": {"attention_chunk_size": 20},
+}
+"""Families that tell attention nothing of such a field of their config, which transformers' cache follows."""
+
+
+@pytest.mark.parametrize("family", HIDING)
+def test_a_window_that_layers_do_not_tell_of_is_refused(family: str) -> None:
+    model = tiny_model(family, **HIDING[family])
+    with pytest.raises(UnsupportedModel, match=r"hides \w+=20 of its config"):
+        probe_layers(model)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_window_in_the_config_is_told_of_or_refused(family: str) -> None:
+    model = tiny_model(family, sliding_window=20)
+    try:
+        probe_layers(model)
+    except UnsupportedModel:
+        return
+    prompt = prompt_of(50)
+    expected = greedy(model, prompt, 8)
+    (found,) = generate_batch(model, [prompt], continuous_batching_config=CONFIG, sampling=GREEDY).values()
+    assert found.generated_tokens == expected
+
+
+def test_a_window_as_long_as_the_model_is_none() -> None:
+    assert [layer.window for layer in probe_layers(tiny_model("phimoe", sliding_window=512))] == [None, None]
 
 
 class _NoAttention(torch.nn.Module):

@@ -64,6 +64,22 @@ SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3Config", {**_GROUPED, "original_max_position_embeddings": 512}),
     "cohere2": ("Cohere2Config", {**_GROUPED, "sliding_window": SLIDING_WINDOW, "layer_types": _HYBRID["layer_types"]}),
     "olmo2": ("Olmo2Config", _GROUPED),
+    "phimoe": ("PhimoeConfig", {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            **_GROUPED,
+            "head_dim": 16,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 32.0,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.5,
+            },
+        },
+    ),
     "gpt2": ("GPT2Config", _GPT2),
     "gpt_neox": ("GPTNeoXConfig", _MULTI_HEAD),
     "opt": ("OPTConfig", {**_MULTI_HEAD, "ffn_dim": 96, "word_embed_proj_dim": 64}),
