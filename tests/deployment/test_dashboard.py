@@ -51,9 +51,15 @@ def test_every_metric_of_an_alert_exists() -> None:
         assert asked - EXPOSED == set(), alert["alert"]
 
 
-def test_every_alert_has_a_line_in_the_runbook() -> None:
+def test_every_alert_brings_its_line_of_the_runbook_along() -> None:
     runbook = (REPOSITORY / "README.md").read_text().partition("### Runbook")[2].partition("\n#")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", runbook, re.MULTILINE)) == {alert["alert"] for alert in ALERTS}
+    lines = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", runbook, re.MULTILINE))
+    assert {alert["alert"]: alert["annotations"].get("runbook") for alert in ALERTS} == lines
+
+
+def test_no_alert_has_a_link_that_leads_nowhere_from_a_message() -> None:
+    for alert in ALERTS:
+        assert alert["annotations"].keys() == {"summary", "runbook"}
 
 
 def test_a_broken_dashboard_is_noticed() -> None:
