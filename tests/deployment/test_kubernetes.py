@@ -20,8 +20,8 @@ from ray.serve.schema import ServeDeploySchema
 from k8s.generate import CONFIG_OF_OVERLAY, REPOSITORY, generated_files, serve_config
 from serve_app.app import build_app
 from serve_app.settings import AppSettings, parse_settings
-from tests.tools.crdcheck import errors_of, load_definition
-from tests.tools.kuberay_rules import broken_rules
+from tests.tools.crdcheck import Loader, errors_of, load_definition
+from tests.tools.kuberay_rules import broken_budgets, broken_rules
 from tests.tools.strict_serve import unknown_keys
 
 OVERLAYS = list(CONFIG_OF_OVERLAY)
@@ -168,6 +168,36 @@ def test_a_broken_rule_is_noticed(change: Callable[[Tree], None], sentence: str)
     service = service_of("production")
     change(service)
     assert sentence in " ".join(broken_rules(service))
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_disruption_budget_lets_pods_be_evicted(overlay: str) -> None:
+    assert broken_budgets(rendered(overlay)) == []
+    workers = cluster_of(overlay)["workerGroupSpecs"]
+    for budget in (resource for resource in rendered(overlay) if resource["kind"] == "PodDisruptionBudget"):
+        assert budget["spec"]["minAvailable"] < min(group["minReplicas"] for group in workers)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"maxUnavailable": 1}, "needs a scale subresource"),
+        ({"maxUnavailable": "50%"}, "needs a scale subresource"),
+        ({"minAvailable": "50%"}, "minAvailable is 50%"),
+        ({}, "minAvailable is None"),
+    ],
+)
+def test_a_disruption_budget_that_blocks_for_ever_is_noticed(spec: Tree, sentence: str) -> None:
+    budget = {"kind": "PodDisruptionBudget", "metadata": {"name": "workers"}, "spec": spec}
+    assert sentence in " ".join(broken_budgets([budget]))
+
+
+def test_the_owner_of_the_pods_cannot_be_scaled() -> None:
+    folder = os.environ.get("PITSTOP_CRDS")
+    if not folder:
+        pytest.skip("PITSTOP_CRDS names no folder of custom resource definitions")
+    cluster = yaml.load((Path(folder) / "ray.io_rayclusters.yaml").read_text(), Loader)
+    assert not any("scale" in version.get("subresources", {}) for version in cluster["spec"]["versions"])
 
 
 def test_the_prometheus_operator_takes_monitors_and_rules() -> None:
