@@ -20,6 +20,8 @@ HISTOGRAM_SERIES = ("_bucket", "_sum", "_count")
 EXPOSED = {
     metric.name + suffix for metric in METRICS for suffix in (HISTOGRAM_SERIES if metric.kind == "histogram" else ("",))
 }
+PROMETHEUS_OWN = {"up"}
+"""What Prometheus says of each target itself."""
 
 
 def test_there_are_four_dashboards() -> None:
@@ -48,7 +50,17 @@ def test_every_metric_of_an_alert_exists() -> None:
     for alert in ALERTS:
         asked = metrics_of_expression(alert["expr"])
         assert asked
-        assert asked - EXPOSED == set(), alert["alert"]
+        assert asked - EXPOSED - PROMETHEUS_OWN == set(), alert["alert"]
+
+
+def test_the_jobs_that_are_scraped_have_the_name_that_an_alert_looks_for() -> None:
+    (gone,) = (alert["expr"] for alert in ALERTS if alert["alert"] == "PitstopMetricsGone")
+    assert set(re.findall(r'job="(\w+)"', gone)) == {"pitstop"}
+    beside_serve = yaml.safe_load((PROMETHEUS / "prometheus.yaml").read_text())
+    assert [job["job_name"] for job in beside_serve["scrape_configs"]] == ["pitstop"]
+    monitor = next(yaml.safe_load_all((REPOSITORY / "k8s/components/monitoring/podmonitors.yaml").read_text()))["spec"]
+    # The monitor takes the job's name from a label of the pods.
+    assert monitor["selector"]["matchLabels"][monitor["jobLabel"]] == "pitstop"
 
 
 def test_every_alert_brings_its_line_of_the_runbook_along() -> None:
@@ -81,7 +93,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_every_alert_fires_and_is_silent_when_it_should() -> None:
     tests = yaml.safe_load((PROMETHEUS / "alerts_test.yaml").read_text())["tests"]
-    names = {test["name"] for test in tests}
+    names = {test["name"].partition(" where ")[0] for test in tests}
     assert names == {f"{alert['alert']} {what}" for alert in ALERTS for what in ("fires", "is silent")}
     done = promtool("test", "rules", str(PROMETHEUS / "alerts_test.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr
