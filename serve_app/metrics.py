@@ -226,7 +226,11 @@ CONTROLLER_METRICS = (
         "Swaps and rollbacks asked for, by outcome; rolled_back failed at the commit.",
         ("outcome",),
     ),
-    MetricSpec("pitstop_replica_starts_total", "counter", "Replicas that reported for the first time."),
+    MetricSpec(
+        "pitstop_replica_starts_total",
+        "counter",
+        "Replicas that have started, each once; not those that a restarted controller finds serving.",
+    ),
     MetricSpec(
         "pitstop_replica_start_failures_total", "counter", "Replicas that could not take the committed weights."
     ),

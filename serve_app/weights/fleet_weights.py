@@ -38,6 +38,7 @@ from serve_app.weights.fleet_calls import CallAll, FleetCalls
 from serve_app.weights.history import WeightHistory
 from serve_app.weights.hub_source import HubFetches, fetch_from_hub
 from serve_app.weights.pause_leases import BARRIER, HELD_BACK_S, PauseLeases
+from serve_app.weights.replica_census import ReplicaCensus
 from serve_app.weights.replica_reports import ReplicaReports
 from serve_app.weights.stragglers import Stragglers
 from serve_app.weights.swap_checks import MAX_LAYERS, check_base, check_lease, check_pause, check_rollback, check_swap
@@ -88,6 +89,7 @@ class FleetWeights:
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
         self._recorder = recorder or Recorder(CONTROLLER_METRICS)
+        self._census = ReplicaCensus(self._recorder)
         # From zero, so that the first one is a rise.
         for outcome in SWAP_OUTCOMES:
             self._recorder.count("pitstop_swaps_total", outcome, amount=0)
@@ -102,8 +104,10 @@ class FleetWeights:
 
     async def heartbeat(self, report: ReplicaReport) -> CommittedWeights:
         """Takes the report of a replica and tells it what it has to serve."""
-        if self._reports.add(report):
-            self._recorder.count("pitstop_replica_starts_total")
+        self._reports.add(report)
+        # Before recovery is done, those report that an earlier controller knew: a new one waits for it to join.
+        is_serving = not self._is_recovered or report.generated_tokens > 0
+        if self._census.hear(report.replica_id, is_serving=is_serving):
             # A replica has started, so what kept another from it is mended.
             self._problem = None
         for order in report.leases:

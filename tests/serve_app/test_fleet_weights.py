@@ -50,6 +50,7 @@ from tests.waiting import eventually
 
 SETTINGS = WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=2)
 DEADLINE_S = 30.0
+STARTS = "pitstop_replica_starts_total"
 
 
 @pytest.fixture(scope="module")
@@ -756,7 +757,38 @@ async def test_the_status_says_why_a_replica_cannot_take_the_committed_weights(f
     assert (await fleet.weights.status()).problem is None
     page = (await fleet.weights.metrics()).splitlines()
     assert "pitstop_replica_start_failures_total 1.0" in page
-    assert "pitstop_replica_starts_total 3.0" in page
+    assert "pitstop_replica_starts_total 1.0" in page
+
+
+async def starts(fleet: Fleet) -> float:
+    (line,) = (line for line in (await fleet.weights.metrics()).splitlines() if line.startswith(f"{STARTS} "))
+    return float(line.rpartition(" ")[2])
+
+
+async def test_replicas_that_serve_have_not_started_when_the_controller_has(fleet: Fleet) -> None:
+    fleet.new_controller()
+    await fleet.recover()
+    await fleet.beat()
+    assert await starts(fleet) == 0
+    # Recovery did not hear of it in time.
+    await fleet.weights.heartbeat(ReplicaReport("late", fleet.versions()[0], "ready", generated_tokens=7))
+    assert await starts(fleet) == 0
+    await fleet.weights.heartbeat(ReplicaReport("new", fleet.versions()[0], "ready"))
+    assert await starts(fleet) == 1
+
+
+async def test_a_replica_that_was_forgotten_and_comes_back_has_not_started_again(fleet: Fleet) -> None:
+    await fleet.recover()
+    report = ReplicaReport("c", fleet.versions()[0], "ready")
+    before = await starts(fleet)
+    await fleet.weights.heartbeat(report)
+
+    async def is_forgotten() -> bool:
+        return "c" not in {one.replica_id for one in (await fleet.weights.status()).replicas}
+
+    await eventually(is_forgotten)
+    await fleet.weights.heartbeat(report)
+    assert await starts(fleet) == before + 1
 
 
 # History, rollback and idempotency
