@@ -515,12 +515,13 @@ ROUTER = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Starts",
+                    "Starts and losses",
                     COUNT,
-                    "Replicas that came, and that could not take the committed weights, in the interval.",
+                    "Replicas that came, could not take the weights, or went without scaling, in the interval.",
                     (
                         ("started", f"increase(@pitstop_replica_starts_total{RATE})"),
                         ("failed", f"increase(@pitstop_replica_start_failures_total{RATE})"),
+                        ("lost", f"increase(@pitstop_replica_losses_total{RATE})"),
                     ),
                 ),
                 Panel(

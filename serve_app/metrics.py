@@ -232,6 +232,11 @@ CONTROLLER_METRICS = (
         "Replicas that have started, each once; not those that a restarted controller finds serving.",
     ),
     MetricSpec(
+        "pitstop_replica_losses_total",
+        "counter",
+        "Replicas silent for half a minute that were not scaled away: dead, ended or replaced, by a rollout too.",
+    ),
+    MetricSpec(
         "pitstop_replica_start_failures_total", "counter", "Replicas that could not take the committed weights."
     ),
     MetricSpec("pitstop_swap_failures_total", "counter", "Swaps that were not committed, by what failed.", ("reason",)),

@@ -89,7 +89,7 @@ class FleetWeights:
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
         self._recorder = recorder or Recorder(CONTROLLER_METRICS)
-        self._census = ReplicaCensus(self._recorder)
+        self._census = ReplicaCensus(self._recorder, forget_after_s=settings.forget_after_s)
         # From zero, so that the first one is a rise.
         for outcome in SWAP_OUTCOMES:
             self._recorder.count("pitstop_swaps_total", outcome, amount=0)
@@ -135,6 +135,10 @@ class FleetWeights:
         """Keeps for the status why a new replica could not take the committed weights."""
         self._recorder.count("pitstop_replica_start_failures_total")
         self._problem = (self._history.newest.version, f"replica {replica_id} cannot start: {error}")
+
+    def expect_leaving(self, num_replicas: int, *, within_s: float) -> None:
+        """Takes that so many replicas are scaled away, and so are not lost if they end within this time."""
+        self._census.expect_leaving(num_replicas, within_s=within_s)
 
     # What people and trainers ask
 
@@ -227,6 +231,7 @@ class FleetWeights:
         return self._recorder.expose()
 
     def _set_gauges(self) -> None:
+        self._census.look()
         version = self._history.newest.version
         self._recorder.set_gauge("pitstop_committed_weight_version", value=version)
         for state, count in self._reports.count_states(version).items():

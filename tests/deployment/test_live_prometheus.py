@@ -41,6 +41,7 @@ STILL = {
     "pitstop_replicas",
     "pitstop_replica_starts_total",  # before the first look
     "pitstop_replica_start_failures_total",  # test_fleet_weights
+    "pitstop_replica_losses_total",  # test_replica_census
     "pitstop_weight_skew_versions",  # for less than a scrape
     "pitstop_weight_skew_seconds",
     "pitstop_pause_leases",
