@@ -401,10 +401,10 @@ WEIGHTS = Dashboard(
             "Tokens",
             (
                 Panel(
-                    "Tokens by weight version",
+                    "Tokens by age of their weights",
                     PER_SECOND,
-                    "Tokens handed out a second, by the version that drew them.",
-                    (("version {{version}}", f"sum by (version) (rate(@pitstop_version_tokens_total{RATE}))"),),
+                    "Tokens handed out a second, by how many versions behind the committed one their weights were.",
+                    (("{{behind}} behind", f"sum by (behind) (rate(@pitstop_version_tokens_total{RATE}))"),),
                 ),
                 Panel(
                     "Staleness of tokens",

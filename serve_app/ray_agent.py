@@ -17,9 +17,6 @@ from serve_app.settings import MetricsSettings
 
 logger = logging.getLogger("ray.serve.pitstop")
 
-ENDING_LABELS = {"version"}
-"""Their series come and go; Ray's agent would keep every one for ever."""
-
 
 def start_mirror(expose: Callable[[], str], settings: MetricsSettings) -> None:
     """Starts copying what `expose`, called in another thread, gives; does nothing where the settings want none."""
@@ -45,8 +42,6 @@ class AgentMirror:
         """Sends gauges as they are and what counters have grown by."""
         for family in text_string_to_metric_families(self._expose()):
             for sample in family.samples:
-                if ENDING_LABELS & set(sample.labels):
-                    continue
                 if family.type == "gauge":
                     self._set(sample)
                 elif not sample.name.endswith("_bucket"):
