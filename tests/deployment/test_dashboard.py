@@ -1,6 +1,7 @@
 """Dashboards and alerts: well formed, and of metrics that exist. `test_prometheus` asks a real Prometheus for them."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -72,6 +73,17 @@ def test_every_alert_brings_its_line_of_the_runbook_along() -> None:
 def test_no_alert_has_a_link_that_leads_nowhere_from_a_message() -> None:
     for alert in ALERTS:
         assert alert["annotations"].keys() == {"summary", "runbook"}
+
+
+@pytest.mark.parametrize(("options", "port"), [((), 8000), (("PORT=8123",), 8123)])
+def test_prometheus_asks_the_port_that_make_serve_has(tmp_path: Path, options: tuple[str, ...], port: int) -> None:
+    # Without the port of a `make test PORT=...` around this.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PORT", "MAKEFLAGS")}
+    command = ["make", "-s", "-C", str(REPOSITORY), f"BUILD={tmp_path}", f"{tmp_path}/prometheus.yaml", *options]
+    subprocess.run(command, check=True, env=environment)
+    config = yaml.safe_load((tmp_path / "prometheus.yaml").read_text())
+    assert config["scrape_configs"][0]["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]
+    assert config["rule_files"] == [str(PROMETHEUS / "alerts.yaml")]
 
 
 def test_a_broken_dashboard_is_noticed() -> None:
