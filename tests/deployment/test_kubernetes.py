@@ -5,6 +5,8 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -39,8 +41,12 @@ Tree = dict[str, Any]
 @functools.cache
 def rendered(overlay: str) -> tuple[Tree, ...]:
     """What `kubectl apply -k` would send."""
+    return built(REPOSITORY / "k8s" / "overlays" / overlay)
+
+
+def built(folder: Path) -> tuple[Tree, ...]:
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
-    command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s" / "overlays" / overlay)]
+    command = [str(kubectl), "kustomize", str(folder)]
     return tuple(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
@@ -66,6 +72,20 @@ def pods_of(overlay: str) -> list[Tree]:
 def settings_of(overlay: str) -> AppSettings:
     deployed = yaml.safe_load(service_of(overlay)["spec"]["serveConfigV2"])
     return parse_settings(deployed["applications"][0]["args"])
+
+
+def images_of(overlay: str, *, set_image: str, folder: Path) -> set[str]:
+    """Gives the images of all pods after `kustomize edit set image NAME=NEW` in the overlay."""
+    shutil.copytree(REPOSITORY / "k8s", folder, dirs_exist_ok=True)
+    edited = folder / "overlays" / overlay / "kustomization.yaml"
+    name, _, new = set_image.partition("=")
+    new_name, _, tag = new.rpartition(":")
+    tree = yaml.safe_load(edited.read_text()) | {"images": [{"name": name, "newName": new_name, "newTag": tag}]}
+    edited.write_text(yaml.safe_dump(tree))
+    (service,) = (resource for resource in built(edited.parent) if resource["kind"] == "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return {each["image"] for pod in pods for each in (*pod.get("initContainers", []), *pod["containers"])}
 
 
 @functools.cache
@@ -287,6 +307,15 @@ def test_a_worker_holds_a_replica_and_the_group_all_of_them(overlay: str) -> Non
 
 
 # Pods
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_image_is_set_as_the_readme_says(overlay: str, tmp_path: Path) -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    (of_cpu,) = re.findall(r"cd k8s/overlays/cpu && kustomize edit set image (\S+)\)", readme)
+    (of_gpu,) = re.findall(r"the other overlays: (pitstop\S+)", readme)
+    step = of_cpu if overlay == "cpu" else of_gpu
+    assert images_of(overlay, set_image=step, folder=tmp_path) == {step.partition("=")[2]}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
