@@ -35,6 +35,8 @@ API_VERSION_OF = {
     "monitoring.coreos.com_prometheusrules": "monitoring.coreos.com/v1",
 }
 MAX_CONFIG_MAP_BYTES = 2**20
+STOP_MARGIN_S = 60.0
+"""For two commands to start, a last answer each, and `ray stop`."""
 Tree = dict[str, Any]
 
 
@@ -387,6 +389,22 @@ def test_streams_may_finish_before_a_pod_is_killed(overlay: str) -> None:
     replicas = settings_of(overlay).replicas
     for group in cluster_of(overlay)["workerGroupSpecs"]:
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] > replicas.graceful_shutdown_timeout_s
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ray_is_stopped_only_once_streams_had_time_to_end(overlay: str) -> None:
+    for group in cluster_of(overlay)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert (shell, option) == ("/bin/sh", "-c")
+        # Each whatever became of the one before.
+        drain, wait, stop = (step.split() for step in script.split(";"))
+        assert (drain[:2], wait[:2], stop) == (["pitstop", "drain"], ["pitstop", "wait-streams"], ["ray", "stop"])
+        waits_s = [float(step[step.index("--timeout") + 1]) for step in (drain, wait)]
+        assert sum(waits_s) + STOP_MARGIN_S <= pod["terminationGracePeriodSeconds"]
+        assert waits_s[1] >= pod["terminationGracePeriodSeconds"] / 2
+        assert {"name": "metrics", "containerPort": 8080} in container["ports"]
 
 
 @pytest.mark.parametrize("overlay", GPU_OVERLAYS)
