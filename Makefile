@@ -12,12 +12,13 @@ PYTEST := $(BIN)/python -m pytest
 # tool:package pairs that make test-all needs beyond Python
 SYSTEM_TOOLS := prometheus:prometheus promtool:prometheus chromium:chromium
 
+BUILD := build
 PORT ?=
 MODEL ?=
 REPLICAS ?=
 SERVE_OPTIONS := $(if $(PORT),--port $(PORT)) $(if $(MODEL),--model $(MODEL)) $(if $(REPLICAS),--replicas $(REPLICAS))
 
-.PHONY: help setup fetch serve test test-all test-long test-gpu deps dashboards manifests format clean
+.PHONY: always help setup fetch serve test test-all test-long test-gpu deps dashboards manifests format clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -62,12 +63,18 @@ deps: ## install the system packages that make test-all uses, where they are mis
 	if [ "$${#missing[@]}" -gt 0 ]; then \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends "$${missing[@]}"; fi
 
-dashboards: ## Prometheus on port 9090 beside make serve, with its alerts; configs/grafana has the dashboards
+dashboards: $(BUILD)/prometheus.yaml ## Prometheus on port 9090 beside make serve, with its PORT and alerts; configs/grafana has the dashboards
 	@command -v prometheus >/dev/null || { echo "prometheus is missing: make deps" >&2; exit 1; }
-	@mkdir -p build/prometheus
+	@mkdir -p $(BUILD)/prometheus
 	@echo "Prometheus: http://127.0.0.1:9090/alerts"
-	exec prometheus --config.file=configs/prometheus/prometheus.yaml --web.listen-address=127.0.0.1:9090 \
-	    --storage.tsdb.path=build/prometheus --log.level=warn
+	exec prometheus --config.file=$< --web.listen-address=127.0.0.1:9090 \
+	    --storage.tsdb.path=$(BUILD)/prometheus --log.level=warn
+
+# Each time, as PORT may be another one. The alerts are beside the file it is made from.
+$(BUILD)/prometheus.yaml: always
+	@mkdir -p $(@D)
+	@sed -e 's|127\.0\.0\.1:8000|127.0.0.1:$(or $(PORT),8000)|' -e 's|alerts\.yaml|$(CURDIR)/configs/prometheus/&|' \
+	    configs/prometheus/prometheus.yaml >$@
 
 manifests: setup ## what is made from elsewhere: parts of k8s/, the page of metrics
 	$(BIN)/python -m k8s.generate

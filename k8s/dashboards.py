@@ -416,10 +416,10 @@ WEIGHTS = Dashboard(
             "Tokens",
             (
                 Panel(
-                    "Tokens by weight version",
+                    "Tokens by age of their weights",
                     PER_SECOND,
-                    "Tokens handed out a second, by the version that drew them.",
-                    (("version {{version}}", f"sum by (version) (rate(@pitstop_version_tokens_total{RATE}))"),),
+                    "Tokens handed out a second, by how many versions behind the committed one their weights were.",
+                    (("{{behind}} behind", f"sum by (behind) (rate(@pitstop_version_tokens_total{RATE}))"),),
                 ),
                 Panel(
                     "Staleness of tokens",
@@ -538,12 +538,13 @@ ROUTER = Dashboard(
                     ),
                 ),
                 Panel(
-                    "Starts",
+                    "Starts and losses",
                     COUNT,
-                    "Replicas that came, and that could not take the committed weights, in the interval.",
+                    "Replicas that came, could not take the weights, or went without scaling, in the interval.",
                     (
                         ("started", f"increase(@pitstop_replica_starts_total{RATE})"),
                         ("failed", f"increase(@pitstop_replica_start_failures_total{RATE})"),
+                        ("lost", f"increase(@pitstop_replica_losses_total{RATE})"),
                     ),
                 ),
                 Panel(

@@ -1,6 +1,7 @@
 """WeightController: the deployment that decides which weights the fleet serves; `fleet_weights` holds its logic."""
 
 import asyncio
+import time
 from collections.abc import Coroutine, Mapping
 from contextvars import Context
 from dataclasses import replace
@@ -79,6 +80,7 @@ class WeightController:
         )
         self._drains = Drains(status=self._weights.status, call_all=_call_engines, kill=_kill_engine)
         self._scaling = ScalingMeter(recorder, num_replicas=settings.replicas.min)
+        self._leaves_within_s = settings.replicas.graceful_shutdown_timeout_s
         self._is_store_durable = settings.weights.is_store_durable
         self._store = WeightStore(
             # A restarted controller finds it again: the session is that of the whole cluster, as long as it lives.
@@ -169,7 +171,10 @@ class WeightController:
 
     async def note_scaling(self, report: ScalingReport) -> None:
         """Takes what the autoscaling policy has decided."""
-        self._scaling.take(report)
+        for change in self._scaling.take(report):
+            # A controller that was started anew is told of old ones, too.
+            within_s = self._leaves_within_s - (time.time() - change.at)
+            self._weights.expect_leaving(max(0, change.before - change.after), within_s=within_s)
 
     async def pause(self, request: PauseRequest) -> PauseLease:
         """Has the whole fleet stand still, for a lease; a caller that goes away before it has it ends it."""

@@ -229,7 +229,16 @@ CONTROLLER_METRICS = (
         "Swaps and rollbacks asked for, by outcome; rolled_back failed at the commit.",
         ("outcome",),
     ),
-    MetricSpec("pitstop_replica_starts_total", "counter", "Replicas that reported for the first time."),
+    MetricSpec(
+        "pitstop_replica_starts_total",
+        "counter",
+        "Replicas that have started, each once; not those that a restarted controller finds serving.",
+    ),
+    MetricSpec(
+        "pitstop_replica_losses_total",
+        "counter",
+        "Replicas silent for half a minute that were not scaled away: dead, ended or replaced, by a rollout too.",
+    ),
     MetricSpec(
         "pitstop_replica_start_failures_total", "counter", "Replicas that could not take the committed weights."
     ),
@@ -305,8 +314,8 @@ ROUTER_METRICS = (
     MetricSpec(
         "pitstop_version_tokens_total",
         "counter",
-        "Tokens handed out, by the weight version that drew them; all but the newest few are older.",
-        ("version",),
+        "Tokens handed out, by how many versions their weights were behind the committed ones: 0 to 3, or older.",
+        ("behind",),
     ),
     MetricSpec(
         "pitstop_token_staleness_versions",
@@ -363,10 +372,6 @@ class Recorder:
     def count(self, name: str, *labels: str, amount: float = 1) -> None:
         counter, values = self._counters[name], (*self._constant.values(), *labels)
         (counter.labels(*values) if values else counter).inc(amount)
-
-    def forget(self, name: str, *labels: str) -> None:
-        """Ends the series of a counter, so that labels without bound do not add up."""
-        self._counters[name].remove(*self._constant.values(), *labels)
 
     def set_gauge(self, name: str, *labels: str, value: float) -> None:
         gauge, values = self._gauges[name], (*self._constant.values(), *labels)

@@ -18,9 +18,6 @@ from serve_app.settings import MetricsSettings
 
 logger = logging.getLogger("ray.serve.pitstop")
 
-ENDING_LABELS = {"version"}
-"""Their series come and go; Ray's agent would keep every one for ever."""
-
 
 def names_at_agent(spec: MetricSpec) -> list[str]:
     """Gives the names under which Ray's own page has a metric."""
@@ -53,8 +50,6 @@ class AgentMirror:
         """Sends gauges as they are and what counters have grown by."""
         for family in text_string_to_metric_families(self._expose()):
             for sample in family.samples:
-                if ENDING_LABELS & set(sample.labels):
-                    continue
                 if family.type == "gauge":
                     self._set(sample)
                 elif not sample.name.endswith("_bucket"):

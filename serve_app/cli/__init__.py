@@ -23,6 +23,7 @@ from serve_app.cli.doctor import doctor
 from serve_app.cli.failure import CommandFailed
 from serve_app.cli.key_file import find_admin_key
 from serve_app.cli.launch import launch
+from serve_app.cli.node_streams import wait_for_streams
 from serve_app.cli.progress import progress
 from serve_app.cli.serve_config import Overrides
 from serve_app.cli.status import print_status
@@ -253,6 +254,21 @@ def undrain(
     """Put drained replicas back into service."""
     api = AdminApi(url, find_admin_key(admin_key, admin_key_file, cache_dir=cache_dir))
     print_undrained(api.undrain(_replicas_meant(replicas, node)), as_json=as_json)
+
+
+@app.command()
+def wait_streams(
+    node: Annotated[str, typer.Option(help="Address of the machine.")] = "127.0.0.1",
+    metrics_port: Annotated[int, typer.Option(min=1, max=65535, help="Of Ray's metrics agent there.")] = 8080,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait at most.")] = 480.0,
+) -> None:
+    """Wait until router and proxy of a machine answer nobody. Exit status 1 where the time is up before."""
+    host = f"[{node}]" if ":" in node else node
+    with progress("waiting for streams to end"):
+        left = wait_for_streams(f"http://{host}:{metrics_port}/metrics", timeout_s=timeout_s)
+    typer.echo(f"{left} HTTP request(s) are still answered there" if left else "nobody is answered there")
+    if left:
+        raise typer.Exit(1)
 
 
 def _replicas_meant(replicas: list[str] | None, node: str | None) -> dict[str, object]:

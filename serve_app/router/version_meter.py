@@ -1,4 +1,4 @@
-"""Which weights drew the tokens that the router handed out, in numbers: by version, and by age."""
+"""How old the weights were that drew the tokens which the router handed out, in numbers."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,16 +10,16 @@ from serve_app.protocol.errors import WeightVersionUnavailable
 from serve_app.router.fleet import Fleet
 from serve_app.router.generation import TokenEvents
 
-NUM_SHOWN_VERSIONS = 4
-"""The newest ones have a series each: a trainer makes thousands of versions, and few of them generate at one time."""
+MAX_BEHIND = 3
+"""Up to so many versions behind have a series each. Versions have none: Prometheus keeps every series it has seen."""
 REFUSAL_OUTCOMES = ("unavailable", "gone")
 """A least version that did not come in time, and a pinned one that nobody serves."""
 OLDER = "older"
-"""The label of all other versions."""
+"""The label of what is further behind."""
 
 
 class VersionMeter:
-    """Counts tokens by weight version, and how far they are behind the committed one when their request ends.
+    """Counts tokens by how many versions they are behind the committed one, when they come and when their request ends.
 
     For one event loop.
     """
@@ -27,7 +27,6 @@ class VersionMeter:
     def __init__(self, recorder: Recorder, fleet: Fleet) -> None:
         self._recorder = recorder
         self._fleet = fleet
-        self._shown: list[int] = []
         self._newest = 0
         for outcome in REFUSAL_OUTCOMES:
             # From zero, so that the first one is a rise.
@@ -36,28 +35,23 @@ class VersionMeter:
     def count_tokens(self, spans: Iterable[WeightSpan]) -> None:
         """Takes the spans of tokens just handed out."""
         for span in spans:
-            self._recorder.count(
-                "pitstop_version_tokens_total", self._label(span.version), amount=span.end - span.start
-            )
+            self._newest = max(self._newest, span.version)
+            behind = self._committed - span.version
+            label = str(behind) if behind <= MAX_BEHIND else OLDER
+            self._recorder.count("pitstop_version_tokens_total", label, amount=span.end - span.start)
 
     def observe_staleness(self, tokens: Counter[int]) -> None:
         """Takes how many tokens of an ended request each version has drawn."""
-        committed = max(self._newest, self._fleet.newest_version)
         for version, count in tokens.items():
-            self._recorder.observe("pitstop_token_staleness_versions", value=committed - version, times=count)
+            self._recorder.observe("pitstop_token_staleness_versions", value=self._committed - version, times=count)
 
     def count_refusal(self, outcome: str, *, amount: int = 1) -> None:
         self._recorder.count("pitstop_version_refusals_total", outcome, amount=amount)
 
-    def _label(self, version: int) -> str:
-        if version not in self._shown:
-            self._newest = max(self._newest, version)
-            self._shown = sorted([*self._shown, version])
-            for forgotten in self._shown[:-NUM_SHOWN_VERSIONS]:
-                if forgotten != version:
-                    self._recorder.forget("pitstop_version_tokens_total", str(forgotten))
-            self._shown = self._shown[-NUM_SHOWN_VERSIONS:]
-        return str(version) if version in self._shown else OLDER
+    @property
+    def _committed(self) -> int:
+        """The router's latest word of it; tokens may have brought news sooner."""
+        return max(self._newest, self._fleet.newest_version)
 
 
 class MeteredEvents:

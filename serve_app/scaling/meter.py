@@ -4,7 +4,7 @@ from itertools import product
 
 from serve_app.metrics import Recorder
 from serve_app.scaling.decision import ScalingReason
-from serve_app.scaling_report import ScalingReport
+from serve_app.scaling_report import ScalingChange, ScalingReport
 
 DECISIONS = "pitstop_scaling_decisions_total"
 FAILURES = "pitstop_scaling_failures_total"
@@ -27,15 +27,19 @@ class ScalingMeter:
             recorder.count(DECISIONS, direction, reason.value, amount=0)
         recorder.set_gauge(WANTED, value=num_replicas)
 
-    def take(self, report: ScalingReport) -> None:
-        """Takes the latest report; one from a policy that was started anew begins to count again."""
+    def take(self, report: ScalingReport) -> tuple[ScalingChange, ...]:
+        """Takes the latest report, and gives its changes that are news.
+
+        One from a policy that was started anew begins to count again.
+        """
         if self.report is not None and self.report.source != report.source:
             self._num_counted = self._num_failures = 0
-        for change in report.changes:
-            if change.number > self._num_counted:
-                self._recorder.count(DECISIONS, change.direction, change.reason)
+        news = tuple(change for change in report.changes if change.number > self._num_counted)
+        for change in news:
+            self._recorder.count(DECISIONS, change.direction, change.reason)
         self._num_counted = max((change.number for change in report.changes), default=0)
         self._recorder.count(FAILURES, amount=max(0, report.num_failures - self._num_failures))
         self._num_failures = report.num_failures
         self._recorder.set_gauge(WANTED, value=report.num_replicas)
         self.report = report
+        return news

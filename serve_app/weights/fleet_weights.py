@@ -38,6 +38,7 @@ from serve_app.weights.fleet_calls import CallAll, FleetCalls
 from serve_app.weights.history import WeightHistory
 from serve_app.weights.hub_source import HubFetches, fetch_from_hub
 from serve_app.weights.pause_leases import BARRIER, HELD_BACK_S, PauseLeases
+from serve_app.weights.replica_census import ReplicaCensus
 from serve_app.weights.replica_numbers import ReplicaNumbers
 from serve_app.weights.replica_reports import ReplicaReports
 from serve_app.weights.stragglers import Stragglers
@@ -90,6 +91,7 @@ class FleetWeights:
         self._recovery: asyncio.Task[None] | None = None
         self._is_recovered = False
         self._recorder = recorder or Recorder(CONTROLLER_METRICS)
+        self._census = ReplicaCensus(self._recorder, forget_after_s=settings.forget_after_s)
         # From zero, so that the first one is a rise.
         for outcome in SWAP_OUTCOMES:
             self._recorder.count("pitstop_swaps_total", outcome, amount=0)
@@ -104,8 +106,10 @@ class FleetWeights:
 
     async def heartbeat(self, report: ReplicaReport) -> CommittedWeights:
         """Takes the report of a replica and tells it what it has to serve."""
-        if self._reports.add(report):
-            self._recorder.count("pitstop_replica_starts_total")
+        self._reports.add(report)
+        # Before recovery is done, those report that an earlier controller knew: a new one waits for it to join.
+        is_serving = not self._is_recovered or report.generated_tokens > 0
+        if self._census.hear(report.replica_id, is_serving=is_serving):
             # A replica has started, so what kept another from it is mended.
             self._problem = None
         self._numbers.adopt(report.replica_id, report.number)
@@ -139,6 +143,10 @@ class FleetWeights:
         """Keeps for the status why a new replica could not take the committed weights."""
         self._recorder.count("pitstop_replica_start_failures_total")
         self._problem = (self._history.newest.version, f"replica {replica_id} cannot start: {error}")
+
+    def expect_leaving(self, num_replicas: int, *, within_s: float) -> None:
+        """Takes that so many replicas are scaled away, and so are not lost if they end within this time."""
+        self._census.expect_leaving(num_replicas, within_s=within_s)
 
     # What people and trainers ask
 
@@ -231,6 +239,7 @@ class FleetWeights:
         return self._recorder.expose()
 
     def _set_gauges(self) -> None:
+        self._census.look()
         version = self._history.newest.version
         self._recorder.set_gauge("pitstop_committed_weight_version", value=version)
         for state, count in self._reports.count_states(version).items():

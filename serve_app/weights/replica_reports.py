@@ -19,12 +19,10 @@ class ReplicaReports:
         self._reports: dict[str, tuple[float, ReplicaReport]] = {}
         self._reported = asyncio.Event()
 
-    def add(self, report: ReplicaReport) -> bool:
-        """Keeps a report; gives whether this replica was not heard of before."""
-        is_new = report.replica_id not in self._reports
+    def add(self, report: ReplicaReport) -> None:
+        """Keeps a report."""
         self._reports[report.replica_id] = (_now(), report)
         self._reported.set()
-        return is_new
 
     def forget(self, replica_id: str) -> None:
         """Drops what was heard of a replica that was ended."""

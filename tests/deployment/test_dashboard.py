@@ -1,6 +1,7 @@
 """Dashboards and alerts: well formed, and of metrics that exist. `test_prometheus` asks a real Prometheus for them."""
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -24,6 +25,8 @@ HISTOGRAM_SERIES = ("_bucket", "_sum", "_count")
 EXPOSED = {
     metric.name + suffix for metric in METRICS for suffix in (HISTOGRAM_SERIES if metric.kind == "histogram" else ("",))
 }
+PROMETHEUS_OWN = {"up"}
+"""What Prometheus says of each target itself."""
 
 
 def scrapes() -> list[tuple[str, str, str]]:
@@ -73,7 +76,7 @@ def test_every_metric_of_an_alert_exists() -> None:
     for alert in ALERTS:
         asked = metrics_of_expression(alert["expr"])
         assert asked
-        assert asked - EXPOSED == set(), alert["alert"]
+        assert asked - EXPOSED - PROMETHEUS_OWN == set(), alert["alert"]
 
 
 def test_every_fault_of_the_server_counts_as_an_error() -> None:
@@ -86,9 +89,36 @@ def test_every_fault_of_the_server_counts_as_an_error() -> None:
     assert f'code=~"{SERVER_FAULTS}"' in alert["expr"]
 
 
-def test_every_alert_has_a_line_in_the_runbook() -> None:
+def test_the_jobs_that_are_scraped_have_the_name_that_an_alert_looks_for() -> None:
+    (gone,) = (alert["expr"] for alert in ALERTS if alert["alert"] == "PitstopMetricsGone")
+    assert set(re.findall(r'job="(\w+)"', gone)) == {"pitstop"}
+    beside_serve = yaml.safe_load((PROMETHEUS / "prometheus.yaml").read_text())
+    assert [job["job_name"] for job in beside_serve["scrape_configs"]] == ["pitstop"]
+    monitor = next(yaml.safe_load_all((REPOSITORY / "k8s/components/monitoring/podmonitors.yaml").read_text()))["spec"]
+    # The monitor takes the job's name from a label of the pods.
+    assert monitor["selector"]["matchLabels"][monitor["jobLabel"]] == "pitstop"
+
+
+def test_every_alert_brings_its_line_of_the_runbook_along() -> None:
     runbook = (REPOSITORY / "README.md").read_text().partition("### Runbook")[2].partition("\n#")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", runbook, re.MULTILINE)) == {alert["alert"] for alert in ALERTS}
+    lines = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", runbook, re.MULTILINE))
+    assert {alert["alert"]: alert["annotations"].get("runbook") for alert in ALERTS} == lines
+
+
+def test_no_alert_has_a_link_that_leads_nowhere_from_a_message() -> None:
+    for alert in ALERTS:
+        assert alert["annotations"].keys() == {"summary", "runbook"}
+
+
+@pytest.mark.parametrize(("options", "port"), [((), 8000), (("PORT=8123",), 8123)])
+def test_prometheus_asks_the_port_that_make_serve_has(tmp_path: Path, options: tuple[str, ...], port: int) -> None:
+    # Without the port of a `make test PORT=...` around this.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PORT", "MAKEFLAGS")}
+    command = ["make", "-s", "-C", str(REPOSITORY), f"BUILD={tmp_path}", f"{tmp_path}/prometheus.yaml", *options]
+    subprocess.run(command, check=True, env=environment)
+    config = yaml.safe_load((tmp_path / "prometheus.yaml").read_text())
+    assert config["scrape_configs"][0]["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]
+    assert config["rule_files"] == [str(PROMETHEUS / "alerts.yaml")]
 
 
 def test_a_broken_dashboard_is_noticed() -> None:
@@ -110,7 +140,7 @@ def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_every_alert_fires_and_is_silent_when_it_should() -> None:
     tests = yaml.safe_load((PROMETHEUS / "alerts_test.yaml").read_text())["tests"]
-    names = {test["name"] for test in tests}
+    names = {test["name"].partition(" where ")[0] for test in tests}
     assert names == {f"{alert['alert']} {what}" for alert in ALERTS for what in ("fires", "is silent")}
     done = promtool("test", "rules", str(PROMETHEUS / "alerts_test.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,8 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,8 +22,8 @@ from ray.serve.schema import ServeDeploySchema
 from k8s.generate import CONFIG_OF_OVERLAY, REPOSITORY, generated_files, serve_config
 from serve_app.app import build_app
 from serve_app.settings import AppSettings, parse_settings
-from tests.tools.crdcheck import errors_of, load_definition
-from tests.tools.kuberay_rules import broken_rules
+from tests.tools.crdcheck import Loader, errors_of, load_definition
+from tests.tools.kuberay_rules import broken_budgets, broken_rules
 from tests.tools.strict_serve import unknown_keys
 
 OVERLAYS = list(CONFIG_OF_OVERLAY)
@@ -33,14 +35,20 @@ API_VERSION_OF = {
     "monitoring.coreos.com_prometheusrules": "monitoring.coreos.com/v1",
 }
 MAX_CONFIG_MAP_BYTES = 2**20
+STOP_MARGIN_S = 60.0
+"""For two commands to start, a last answer each, and `ray stop`."""
 Tree = dict[str, Any]
 
 
 @functools.cache
 def rendered(overlay: str) -> tuple[Tree, ...]:
     """What `kubectl apply -k` would send."""
+    return built(REPOSITORY / "k8s" / "overlays" / overlay)
+
+
+def built(folder: Path) -> tuple[Tree, ...]:
     kubectl = Path(sysconfig.get_path("scripts")) / "kubectl"
-    command = [str(kubectl), "kustomize", str(REPOSITORY / "k8s" / "overlays" / overlay)]
+    command = [str(kubectl), "kustomize", str(folder)]
     return tuple(yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
 
 
@@ -66,6 +74,20 @@ def pods_of(overlay: str) -> list[Tree]:
 def settings_of(overlay: str) -> AppSettings:
     deployed = yaml.safe_load(service_of(overlay)["spec"]["serveConfigV2"])
     return parse_settings(deployed["applications"][0]["args"])
+
+
+def images_of(overlay: str, *, set_image: str, folder: Path) -> set[str]:
+    """Gives the images of all pods after `kustomize edit set image NAME=NEW` in the overlay."""
+    shutil.copytree(REPOSITORY / "k8s", folder, dirs_exist_ok=True)
+    edited = folder / "overlays" / overlay / "kustomization.yaml"
+    name, _, new = set_image.partition("=")
+    new_name, _, tag = new.rpartition(":")
+    tree = yaml.safe_load(edited.read_text()) | {"images": [{"name": name, "newName": new_name, "newTag": tag}]}
+    edited.write_text(yaml.safe_dump(tree))
+    (service,) = (resource for resource in built(edited.parent) if resource["kind"] == "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    pods = [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return {each["image"] for pod in pods for each in (*pod.get("initContainers", []), *pod["containers"])}
 
 
 @functools.cache
@@ -170,6 +192,36 @@ def test_a_broken_rule_is_noticed(change: Callable[[Tree], None], sentence: str)
     assert sentence in " ".join(broken_rules(service))
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_a_disruption_budget_lets_pods_be_evicted(overlay: str) -> None:
+    assert broken_budgets(rendered(overlay)) == []
+    workers = cluster_of(overlay)["workerGroupSpecs"]
+    for budget in (resource for resource in rendered(overlay) if resource["kind"] == "PodDisruptionBudget"):
+        assert budget["spec"]["minAvailable"] < min(group["minReplicas"] for group in workers)
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ({"maxUnavailable": 1}, "needs a scale subresource"),
+        ({"maxUnavailable": "50%"}, "needs a scale subresource"),
+        ({"minAvailable": "50%"}, "minAvailable is 50%"),
+        ({}, "minAvailable is None"),
+    ],
+)
+def test_a_disruption_budget_that_blocks_for_ever_is_noticed(spec: Tree, sentence: str) -> None:
+    budget = {"kind": "PodDisruptionBudget", "metadata": {"name": "workers"}, "spec": spec}
+    assert sentence in " ".join(broken_budgets([budget]))
+
+
+def test_the_owner_of_the_pods_cannot_be_scaled() -> None:
+    folder = os.environ.get("PITSTOP_CRDS")
+    if not folder:
+        pytest.skip("PITSTOP_CRDS names no folder of custom resource definitions")
+    cluster = yaml.load((Path(folder) / "ray.io_rayclusters.yaml").read_text(), Loader)
+    assert not any("scale" in version.get("subresources", {}) for version in cluster["spec"]["versions"])
+
+
 def test_the_prometheus_operator_takes_monitors_and_rules() -> None:
     monitoring = [each for each in rendered("production") if each["apiVersion"].startswith("monitoring")]
     assert [each["kind"] for each in monitoring] == ["PodMonitor"] * 3 + ["PrometheusRule"]
@@ -260,6 +312,15 @@ def test_a_worker_holds_a_replica_and_the_group_all_of_them(overlay: str) -> Non
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_image_is_set_as_the_readme_says(overlay: str, tmp_path: Path) -> None:
+    readme = (REPOSITORY / "README.md").read_text()
+    (of_cpu,) = re.findall(r"cd k8s/overlays/cpu && kustomize edit set image (\S+)\)", readme)
+    (of_gpu,) = re.findall(r"the other overlays: (pitstop\S+)", readme)
+    step = of_cpu if overlay == "cpu" else of_gpu
+    assert images_of(overlay, set_image=step, folder=tmp_path) == {step.partition("=")[2]}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_are_unprivileged_bounded_and_hold_no_secret(overlay: str) -> None:
     for pod in pods_of(overlay):
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -328,6 +389,22 @@ def test_streams_may_finish_before_a_pod_is_killed(overlay: str) -> None:
     replicas = settings_of(overlay).replicas
     for group in cluster_of(overlay)["workerGroupSpecs"]:
         assert group["template"]["spec"]["terminationGracePeriodSeconds"] > replicas.graceful_shutdown_timeout_s
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_ray_is_stopped_only_once_streams_had_time_to_end(overlay: str) -> None:
+    for group in cluster_of(overlay)["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        shell, option, script = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert (shell, option) == ("/bin/sh", "-c")
+        # Each whatever became of the one before.
+        drain, wait, stop = (step.split() for step in script.split(";"))
+        assert (drain[:2], wait[:2], stop) == (["pitstop", "drain"], ["pitstop", "wait-streams"], ["ray", "stop"])
+        waits_s = [float(step[step.index("--timeout") + 1]) for step in (drain, wait)]
+        assert sum(waits_s) + STOP_MARGIN_S <= pod["terminationGracePeriodSeconds"]
+        assert waits_s[1] >= pod["terminationGracePeriodSeconds"] / 2
+        assert {"name": "metrics", "containerPort": 8080} in container["ports"]
 
 
 @pytest.mark.parametrize("overlay", GPU_OVERLAYS)

@@ -15,6 +15,7 @@ import pytest
 import ray
 from prometheus_client.parser import text_string_to_metric_families
 
+from serve_app.cli.node_streams import ANSWERING
 from serve_app.metrics import METRICS
 from serve_app.settings import parse_settings
 from tests.deployment.prometheus_server import (
@@ -44,6 +45,7 @@ STILL = {
     "pitstop_replicas",
     "pitstop_replica_starts_total",  # before the first look
     "pitstop_replica_start_failures_total",  # test_fleet_weights
+    "pitstop_replica_losses_total",  # test_replica_census
     "pitstop_weight_skew_versions",  # for less than a scrape
     "pitstop_weight_skew_seconds",
     "pitstop_pause_leases",
@@ -225,7 +227,7 @@ def test_rays_own_page_has_the_numbers_too(http: httpx.Client, pages: list[str])
         text = httpx.get(url, timeout=DEADLINE_S, trust_env=False).text
         found: dict[str, float] = {}
         for line in text.splitlines():
-            if line.startswith("ray_pitstop_"):
+            if line.startswith(("ray_pitstop_", "ray_serve_num_ongoing_")):
                 name = line.partition("{")[0]
                 found[name] = found.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
         return found
@@ -233,3 +235,5 @@ def test_rays_own_page_has_the_numbers_too(http: httpx.Client, pages: list[str])
     wanted = ("ray_pitstop_generated_tokens_total", "ray_pitstop_engine_alive", "ray_pitstop_swaps_total")
     found = eventually(lambda: (n := numbers()) and all(n.get(name) for name in wanted) and n, what=f"{wanted}")
     assert found["ray_pitstop_engine_alive"] == 2  # type: ignore[index]
+    # What a worker that is ended waits for.
+    assert set(ANSWERING) <= set(found)  # type: ignore[call-overload]

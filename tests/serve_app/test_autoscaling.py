@@ -122,8 +122,11 @@ def test_each_change_is_counted_once_and_a_new_policy_counts_again() -> None:
     meter = ScalingMeter(recorder, num_replicas=2)
     assert "pitstop_replicas_wanted 2.0" in recorder.expose()
     first, second = (ScalingChange(number, 0.0, number, number + 1, "work", "much work") for number in (1, 2))
-    for changes in ((first,), (first,), (second, first), (second, first)):
+    news = [
         meter.take(ScalingReport("a", changes, num_replicas=3, num_failures=2))
+        for changes in ((first,), (first,), (second, first), (second, first))
+    ]
+    assert news == [(first,), (), (second,), ()]
     assert 'decisions_total{direction="up",reason="work"} 2.0' in recorder.expose()
     assert "pitstop_scaling_failures_total 2.0" in recorder.expose()
     assert "pitstop_replicas_wanted 3.0" in recorder.expose()

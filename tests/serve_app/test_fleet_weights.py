@@ -37,6 +37,7 @@ from serve_app.messages import (
 )
 from serve_app.protocol.errors import ManifestError, ManifestTaken, VersionUnavailable
 from serve_app.settings import WeightSettings
+from serve_app.weights import replica_census
 from serve_app.weights.failures import MAX_KEPT
 from serve_app.weights.fleet_member import ControllerCalls, FleetMember
 from serve_app.weights.fleet_weights import FleetWeights
@@ -50,6 +51,7 @@ from tests.waiting import eventually
 
 SETTINGS = WeightSettings(stage_timeout_s=20, commit_timeout_s=5, heartbeat_interval_s=0.05, forget_after_s=2)
 DEADLINE_S = 30.0
+STARTS, LOSSES = "pitstop_replica_starts_total", "pitstop_replica_losses_total"
 
 
 @pytest.fixture(scope="module")
@@ -757,7 +759,49 @@ async def test_the_status_says_why_a_replica_cannot_take_the_committed_weights(f
     assert (await fleet.weights.status()).problem is None
     page = (await fleet.weights.metrics()).splitlines()
     assert "pitstop_replica_start_failures_total 1.0" in page
-    assert "pitstop_replica_starts_total 3.0" in page
+    assert "pitstop_replica_starts_total 1.0" in page
+
+
+async def counted(fleet: Fleet, name: str) -> float:
+    (line,) = (line for line in (await fleet.weights.metrics()).splitlines() if line.startswith(f"{name} "))
+    return float(line.rpartition(" ")[2])
+
+
+async def test_replicas_that_serve_have_not_started_when_the_controller_has(fleet: Fleet) -> None:
+    fleet.new_controller()
+    await fleet.recover()
+    await fleet.beat()
+    assert await counted(fleet, STARTS) == 0
+    # Recovery did not hear of it in time.
+    await fleet.weights.heartbeat(ReplicaReport("late", fleet.versions()[0], "ready", generated_tokens=7))
+    assert await counted(fleet, STARTS) == 0
+    await fleet.weights.heartbeat(ReplicaReport("new", fleet.versions()[0], "ready"))
+    assert await counted(fleet, STARTS) == 1
+
+
+async def test_a_replica_that_was_forgotten_and_comes_back_has_not_started_again(fleet: Fleet) -> None:
+    await fleet.recover()
+    report = ReplicaReport("c", fleet.versions()[0], "ready")
+    before = await counted(fleet, STARTS)
+    await fleet.weights.heartbeat(report)
+
+    async def is_forgotten() -> bool:
+        return "c" not in {one.replica_id for one in (await fleet.weights.status()).replicas}
+
+    await eventually(is_forgotten)
+    await fleet.weights.heartbeat(report)
+    assert await counted(fleet, STARTS) == before + 1
+
+
+async def test_silent_replicas_are_lost_but_for_those_that_are_scaled_away(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_census, "LOST_AFTER_S", SETTINGS.forget_after_s)
+    fleet.new_controller()
+    await fleet.recover()
+    await fleet.weights.heartbeat(ReplicaReport("c", fleet.versions()[0], "ready"))
+    fleet.weights.expect_leaving(2, within_s=DEADLINE_S)
+    await eventually(lambda: counted(fleet, LOSSES), until=lambda losses: losses == 1)
 
 
 # History, rollback and idempotency

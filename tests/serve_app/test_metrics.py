@@ -89,7 +89,7 @@ def test_labels_are_only_those_with_few_values() -> None:
         "reason",
         "route",
         "status",
-        "version",
+        "behind",
         "code",
         "phase",
         "router",

@@ -7,7 +7,7 @@ import pytest
 
 from serve_app import ray_agent
 from serve_app.metrics import CONTROLLER_METRICS, REPLICA_METRICS, ROUTER_METRICS, MetricSpec, Recorder
-from serve_app.ray_agent import ENDING_LABELS, AgentMirror, names_at_agent
+from serve_app.ray_agent import AgentMirror, names_at_agent
 
 
 class FakeMetric:
@@ -48,13 +48,6 @@ def test_counters_are_sent_by_what_they_have_grown_and_gauges_as_they_are(told: 
     assert [value for name, value, _ in told if name == "pitstop_work_seconds"] == [2.5] * 3
 
 
-def test_series_that_end_are_left_out(told: list[Any]) -> None:
-    recorder = Recorder(ROUTER_METRICS, constant={"router": "0"})
-    recorder.count("pitstop_version_tokens_total", "7", amount=5)
-    AgentMirror(recorder.expose, interval_s=1).copy()
-    assert "pitstop_version_tokens" not in {name for name, _, _ in told}
-
-
 def test_a_histogram_is_sent_as_its_sum_and_count(told: list[Any]) -> None:
     recorder = Recorder(REPLICA_METRICS)
     for value in (0.5, 1.5):
@@ -82,7 +75,7 @@ def test_every_metric_has_the_names_at_the_agent_that_the_page_of_metrics_tells(
     gauges = {spec.name for spec in specs if spec.kind == "gauge"}
     # As Ray shows them: `ray_` before every name, and `_total` behind every counter.
     shown = {f"ray_{name}" if name in gauges else f"ray_{name}_total" for name, _, _ in told}
-    assert shown == {name for spec in specs for name in names_at_agent(spec) if not ENDING_LABELS & set(spec.labels)}
+    assert shown == {name for spec in specs for name in names_at_agent(spec)}
 
 
 def test_the_page_of_metrics_says_what_differs_at_the_agent() -> None:
@@ -91,4 +84,3 @@ def test_the_page_of_metrics_says_what_differs_at_the_agent() -> None:
     assert "ray_pitstop_time_to_first_token_seconds_sum_total" in section
     assert "no buckets" in section
     assert "no alias" in section
-    assert all(f"`{label}`" in section for label in ENDING_LABELS)

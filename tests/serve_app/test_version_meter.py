@@ -1,4 +1,4 @@
-"""Tokens by weight version: a few series however many versions come, and how far behind their tokens were."""
+"""Tokens by the age of their weights: the same few series however many versions come."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from engine import WeightSpan
 from serve_app.messages import TokenEvent
 from serve_app.metrics import ROUTER_METRICS, Recorder
 from serve_app.protocol.errors import WeightVersionUnavailable
-from serve_app.router.version_meter import NUM_SHOWN_VERSIONS, MeteredEvents, VersionMeter
+from serve_app.router.version_meter import MeteredEvents, VersionMeter
 
 TOKENS = "pitstop_version_tokens_total"
 STALENESS = "pitstop_token_staleness_versions"
@@ -53,14 +53,24 @@ class Metered:
         }
 
 
-def test_only_the_newest_versions_have_a_series() -> None:
+def test_thousands_of_versions_make_no_more_series_than_five() -> None:
     metered = Metered()
     for version in range(1, 1001):
-        metered.meter.count_tokens([WeightSpan(version, 0, 10)])
-    newest = {str(version): 10.0 for version in range(1001 - NUM_SHOWN_VERSIONS, 1001)}
-    assert metered.samples(TOKENS) == newest
-    metered.meter.count_tokens([WeightSpan(3, 0, 7), WeightSpan(1000, 7, 8)])
-    assert metered.samples(TOKENS) == newest | {"older": 7.0, "1000": 11.0}
+        metered.meter.count_tokens([WeightSpan(each, 0, 1) for each in range(max(1, version - 9), version + 1)])
+        metered.fleet.newest_version = version
+    assert {label: count > 900 for label, count in metered.samples(TOKENS).items()} == dict.fromkeys(
+        ("0", "1", "2", "3", "older"), True
+    )
+
+
+def test_tokens_are_counted_by_how_far_behind_the_committed_version_they_come() -> None:
+    metered = Metered()
+    metered.fleet.newest_version = 7
+    metered.meter.count_tokens([WeightSpan(3, 0, 5), WeightSpan(4, 5, 7), WeightSpan(7, 7, 8)])
+    assert metered.samples(TOKENS) == {"older": 5, "3": 2, "0": 1}
+    # A token of weights that the router has not heard of is of the committed ones.
+    metered.meter.count_tokens([WeightSpan(8, 0, 10), WeightSpan(7, 10, 13)])
+    assert metered.samples(TOKENS) == {"older": 5, "3": 2, "1": 3, "0": 11}
 
 
 def test_staleness_counts_tokens_behind_the_committed_version() -> None:
@@ -86,5 +96,5 @@ async def test_events_pass_and_are_counted_once() -> None:
     events.close()
     events.close()
     assert source.num_closed == 2
-    assert metered.samples(TOKENS) == {"1": 1, "2": 1}
+    assert metered.samples(TOKENS) == {"0": 2}
     assert metered.samples(f"{STALENESS}_count") == {"": 2}

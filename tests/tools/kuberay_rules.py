@@ -5,7 +5,7 @@ them. Without an admission webhook they are broken only after `kubectl apply` ha
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -35,6 +35,23 @@ def broken_rules(service: Tree) -> list[str]:
             *(_bounds(group, cluster) for group in groups[1:]),
         )
     )
+
+
+def broken_budgets(resources: Iterable[Tree]) -> list[str]:
+    """One sentence for each disruption budget by which no pod of a RayCluster could ever be evicted.
+
+    All pods here are a RayCluster's. It has no scale subresource, so the disruption controller takes neither
+    maxUnavailable nor percentages (Kubernetes, "Arbitrary workloads and arbitrary selectors").
+    """
+    budgets = [resource for resource in resources if resource["kind"] == "PodDisruptionBudget"]
+    return [sentence for budget in budgets for sentence in _budget(budget["metadata"]["name"], budget["spec"])]
+
+
+def _budget(name: str, spec: Tree) -> Iterator[str]:
+    if "maxUnavailable" in spec:
+        yield f"{name}: maxUnavailable needs a scale subresource, which a RayCluster has not"
+    elif not isinstance(spec.get("minAvailable"), int):
+        yield f"{name}: minAvailable is {spec.get('minAvailable')}, and has to be a number of pods"
 
 
 def _names(service: Tree) -> Iterator[str]:
