@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from types import MethodType
@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InvalidRequest, QueueFull
 from engine.manager import ContinuousBatchingManager
+from engine.ownership import ownership_of
 from engine.request import (
     FinishReason,
     GenerationOutput,
@@ -110,6 +111,9 @@ def generate_batch(
     fails is there too, with status FAILED and its `error`; it does not touch the others. tokenizer: needed by stop
     strings alone. generation_fields: fields of GenerationConfig, laid over `generation_config` as `generate` does it;
     any other name is a TypeError. Of several tensor parallel ranks all call it; the driver has the results.
+
+    Calls from several threads come in turn, or share the manager that the model keeps. Raises InvalidRequest while a
+    manager that was made in another way runs the model.
     """
     generation_config = _with_fields(generation_config, generation_fields)
     if len(inputs) == 0:
@@ -120,14 +124,17 @@ def generate_batch(
         max_generated_length=max_new_tokens or 0,
     )
     results: dict[str, GenerationOutput] = {}
-    with continuous_batching_context_manager(
-        model,
-        generation_config,
-        continuous_batching_config=continuous_batching_config,
-        persistent_manager=persistent_manager,
-        warmup=warmup,
-        workload_hints=hints if max_new_tokens else None,
-    ) as manager:
+    with (
+        _turn(model),
+        continuous_batching_context_manager(
+            model,
+            generation_config,
+            continuous_batching_config=continuous_batching_config,
+            persistent_manager=persistent_manager,
+            warmup=warmup,
+            workload_hints=hints if max_new_tokens else None,
+        ) as manager,
+    ):
         if not manager.is_driver:
             return {}
         num_sequences = (sampling.num_return_sequences if sampling else None) or manager.num_return_sequences
@@ -184,6 +191,16 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     for name, function in methods.items():
         setattr(model, name, MethodType(function, model))
     return model
+
+
+@contextmanager
+def _turn(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no other thread makes a manager to generate with; where the model keeps one, all of them share it."""
+    with ExitStack() as held:
+        held.enter_context(ownership_of(model).turn)
+        if getattr(model, _CACHED_MANAGER, None) is not None:
+            held.close()
+        yield
 
 
 def _with_fields(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig | None:

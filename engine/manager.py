@@ -29,6 +29,7 @@ from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.openmp import release_helpers
 from engine.outbox import Outbox
+from engine.ownership import ownership_of
 from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, disable_graph_mixing, rank_group_of
 from engine.patience import Patience
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 class ContinuousBatchingManager:
     """Thread-safe. While it runs, the model belongs to it; inside `pause()` to whoever holds the pause.
 
+    Making, warming up and starting one raise InvalidRequest while another one runs the model.
+
     Made by `init_continuous_batching`, `continuous_batching_context_manager` or `generate_batch`.
     """
 
@@ -72,6 +75,8 @@ class ContinuousBatchingManager:
         """
         check_supported(model)
         self.model = model
+        self._ownership = ownership_of(model)
+        self._pauses_of_thread = threading.local()
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         self.workload_hints = workload_hints
@@ -84,7 +89,8 @@ class ContinuousBatchingManager:
             drop_foreign=self.continuous_batching_config.drop_unsupported_processors,
             stop_strings=self._stop_strings,
         )
-        self._layers = probe_layers(model)
+        with self._ownership.claim(self):
+            self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
         if self._ranks is not None and self.continuous_batching_config.disable_nccl_graph_mixing:
             disable_graph_mixing(model.device)
@@ -127,7 +133,6 @@ class ContinuousBatchingManager:
             accepts_keywords=self.continuous_batching_config.per_request_processors,
         )
         self._lock = threading.Lock()
-        self._pauses_of_thread = threading.local()
         self._outbox = Outbox()
         self._weights = LiveWeights(
             model,
@@ -141,14 +146,18 @@ class ContinuousBatchingManager:
         self._is_destroyed = False
         self._thread: threading.Thread | None = None
         self._driver_runner: DriverRunner | None = None
-        self._loop = self._weights.loop = self._make_loop()
+        with self._ownership.claim(self):
+            self._loop = self._weights.loop = self._make_loop()
         self._needs_new_loop = False
 
     # Life
 
     def start(self) -> None:
-        """Starts the generation thread; a second call only warns. Works again after `stop` and after a crash."""
-        with self._lock:
+        """Starts the generation thread; a second call only warns. Works again after `stop` and after a crash.
+
+        Raises InvalidRequest while another manager runs the model.
+        """
+        with self._lock, self._ownership.claim(self):
             if self._is_destroyed:
                 raise EngineStopped("the manager was destroyed; make a new one")
             self._weights.raise_if_lost()
@@ -165,12 +174,23 @@ class ContinuousBatchingManager:
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
+            self._ownership.mark_running(self, self._thread)
             # A daemon thread ends anywhere, so at exit (or when nobody holds the manager) it is asked to end first.
             weakref.finalize(self, _end_thread, self._loop, self._thread)
 
     def is_running(self) -> bool:
         """True while the generation thread is alive."""
         return self._thread is not None and self._thread.is_alive() and self._loop.is_running
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once it was asked to stop; its thread may have ended by now."""
+        return self._loop.is_stopping
+
+    @property
+    def lends_to_this_thread(self) -> bool:
+        """True where the calling thread holds a pause, so that the model is its own to run."""
+        return getattr(self._pauses_of_thread, "count", 0) > 0
 
     def stop(
         self,
@@ -185,7 +205,7 @@ class ContinuousBatchingManager:
         With `block` it waits for at most `timeout` seconds; a loop that needs longer goes on to its end by itself. The
         prefix cache is dropped at the next start unless `keep_for_next_session`.
         """
-        if getattr(self._pauses_of_thread, "count", 0) > 0:
+        if self.lends_to_this_thread:
             raise RuntimeError("stop() was called inside this thread's own pause(); leave the pause first")
         if self._thread is None:
             logger.warning("manager was never started")
@@ -236,7 +256,8 @@ class ContinuousBatchingManager:
             with self.pause(weights_changed=False):
                 self._runner.warm_up()
         else:
-            self._runner.warm_up()
+            with self._ownership.claim(self):
+                self._runner.warm_up()
 
     # Requests
 
@@ -468,7 +489,7 @@ class ContinuousBatchingManager:
         raised, and nothing is held; so it is when another thread ends `patience` meanwhile. On tensor parallel ranks
         the driver parks all. Raises EngineStopped when the manager does not run; `stop()` ends a park.
         """
-        if getattr(self._pauses_of_thread, "count", 0) > 0:
+        if self.lends_to_this_thread:
             timeout_s = 0.0  # whatever does not stand still already never will while this thread waits
         return self._weights.park(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned, patience=patience)
 
@@ -536,7 +557,8 @@ class ContinuousBatchingManager:
     # Inside
 
     def _measure(self, num_tokens: int, num_rows: int) -> int:
-        return measured_step_bytes(self.model, num_tokens=num_tokens, num_rows=num_rows)
+        with self._ownership.claim(self):
+            return measured_step_bytes(self.model, num_tokens=num_tokens, num_rows=num_rows)
 
     def _make_loop(self) -> GenerationLoop | FollowerLoop:
         ranks = self._ranks

@@ -21,7 +21,7 @@ from engine.attention.interface import (
 from engine.batch import Batch, build_batch
 from engine.compilation import CompiledForward, CompileOptions
 from engine.config import ResolvedConfig
-from engine.errors import EngineDead, UnsupportedModel
+from engine.errors import EngineDead, InvalidRequest, UnsupportedModel
 from engine.fused_decoder import fuse_decoder_layers
 from engine.fused_layers import fuse_layers
 from engine.graphs import GraphMaker, StepGraphs
@@ -257,6 +257,10 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
                 use_cache=False,
                 **{STEP_ARGUMENT: record},
             )
+    except InvalidRequest as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not pass keywords on to its attention, and the engine reaches it by one"
+        ) from error
     except (TypeError, KeyError) as error:
         name = type(model).__name__
         raise UnsupportedModel(

@@ -17,7 +17,7 @@ from engine.attention.cpu import CpuKernel
 from engine.attention.flash import FlashView
 from engine.attention.sdpa import LayerRules
 from engine.attention.step import AttentionStep, LayerView
-from engine.errors import UnsupportedModel
+from engine.errors import InvalidRequest, UnsupportedModel
 
 IMPLEMENTATION = "pitstop"
 STEP_ARGUMENT = "pitstop_step"
@@ -119,7 +119,12 @@ def _forward_attention(
     attention_mask: Tensor | None,
     **arguments: Any,  # what the model family passes: checked below, not ignored
 ) -> tuple[Tensor, None]:
-    step_function: StepFunction = arguments.pop(STEP_ARGUMENT)
+    step_function: StepFunction | None = arguments.pop(STEP_ARGUMENT, None)
+    if step_function is None:
+        raise InvalidRequest(
+            f"{type(module).__name__} was called while a manager makes a step with its model; call the model inside"
+            " pause(), or after stop()"
+        )
     rules = {name: arguments.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux")}
     arguments.pop("dropout", None)
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS_ARGUMENTS)

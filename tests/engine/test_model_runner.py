@@ -86,6 +86,19 @@ def test_a_model_whose_layers_bypass_the_attention_interface_is_refused() -> Non
         probe_layers(model)
 
 
+def test_a_model_that_keeps_keywords_from_its_attention_is_refused_by_a_sentence() -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+
+    def forward(hidden_states: torch.Tensor, **keywords: object) -> object:
+        known = {name: keywords[name] for name in ("position_embeddings", "attention_mask")}
+        return type(attention).forward(attention, hidden_states, **known)
+
+    attention.forward = forward
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM does not pass keywords on to its attention"):
+        probe_layers(model)
+
+
 class _NoAttention(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
         return hidden_states, None
