@@ -70,9 +70,12 @@ def continuous_batching_context_manager(
     """Runs a manager for the length of a `with` block; leaving it finishes what was submitted.
 
     block, timeout: how leaving waits, as in `ContinuousBatchingManager.stop`. When the body raises, requests still in
-    flight are ended at once. persistent_manager: leave the manager running, kept on the model.
+    flight are ended at once. persistent_manager: leave the manager running, kept on the model. Weights that are changed
+    between two such blocks count as a new version.
     """
     manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+    if manager.is_running():
+        manager.notice_changes()
     if warmup:
         manager.warmup()
     if not manager.is_running():
@@ -84,6 +87,7 @@ def continuous_batching_context_manager(
             manager.stop(block=block, timeout=timeout, hard_stop=True)
         raise
     if persistent_manager:
+        manager.remember_weights()
         setattr(model, _CACHED_MANAGER, manager)
         return
     manager.stop(block=block, timeout=timeout)

@@ -155,6 +155,7 @@ class ContinuousBatchingManager:
     def start(self) -> None:
         """Starts the generation thread; a second call only warns. Works again after `stop` and after a crash.
 
+        Where the weights were changed since it was stopped, it starts a new weight version, as leaving a pause does.
         Raises InvalidRequest while another manager runs the model.
         """
         with self._lock, self._ownership.claim(self):
@@ -170,6 +171,8 @@ class ContinuousBatchingManager:
             self._was_training = self.model.training
             self.model.eval()
             self._take_up_weights()
+            if self._weights.were_changed():
+                self._weights.change_version(None, in_flight="keep")
             release_helpers()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
@@ -210,6 +213,8 @@ class ContinuousBatchingManager:
         if self._thread is None:
             logger.warning("manager was never started")
             return
+        if self.is_running():
+            self._weights.remember()
         self._loop.stop(StopMode.HARD if hard_stop else StopMode.FLUSH)
         self._weights.end_parks()
         if block:
@@ -430,6 +435,19 @@ class ContinuousBatchingManager:
                 self._leave_pause()
 
     paused = pause
+
+    def remember_weights(self) -> None:
+        """Notes what the weights are, for `notice_changes`; `stop` does it for the next `start`."""
+        self._weights.remember()
+
+    def notice_changes(self) -> None:
+        """Starts a new weight version where the owner of the model has changed the weights since, without a pause.
+
+        Tensor parallel ranks cannot tell by themselves that they all have to pause, and do nothing.
+        """
+        if self._ranks is None and self._weights.were_changed():
+            with self.pause():
+                logger.info("weights were changed between two calls")
 
     def stage_weights(
         self,

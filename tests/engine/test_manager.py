@@ -7,7 +7,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -439,6 +439,52 @@ def test_prefixes_survive_a_stop_when_asked_to(keep: bool, model: PreTrainedMode
     manager.stop(timeout=DEADLINE_S)
 
 
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "in place": lambda model: put_in_place(model),
+    "through .data": lambda model: [
+        own.data.copy_(new) for own, new in zip(model.parameters(), tiny_model(seed=2).parameters(), strict=True)
+    ],
+    "other tensors": lambda model: model.load_state_dict(tiny_model(seed=2).state_dict(), assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("keep", [True, False])
+def test_weights_that_are_changed_while_it_is_stopped_are_a_new_version(
+    change: str, keep: bool, model: PreTrainedModel
+) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    manager.start()
+    assert run_all(manager, [PROMPT], NUM_NEW) == [old_answer()]
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    CHANGES[change](model)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    manager.start()
+    assert manager.weight_version == 2
+    output = result_of(manager, manager.add_request(PROMPT, max_new_tokens=NUM_NEW, weight_version=2))
+    assert (output.generated_tokens, output.num_cached_tokens) == (new_answer(), 0)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=True)
+    manager.start()
+    output = result_of(manager, manager.add_request(PROMPT, max_new_tokens=NUM_NEW))
+    assert (output.generated_tokens, output.num_cached_tokens) == (new_answer(), 64)
+    assert manager.weight_version == 2
+    manager.stop(timeout=DEADLINE_S)
+
+
+def test_a_buffer_that_is_changed_while_it_is_stopped_starts_a_new_version(model: PreTrainedModel) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    manager.start()
+    run_all(manager, [PROMPT], NUM_NEW)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=True)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    expected = greedy(model, PROMPT, NUM_NEW)
+    manager.start()
+    assert run_all(manager, [PROMPT], NUM_NEW) == [expected]
+    assert manager.weight_version == 2
+    manager.stop(timeout=DEADLINE_S)
+
+
 def test_a_destroyed_manager_stays_so(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     manager.start()
@@ -691,6 +737,33 @@ def test_a_persistent_manager_is_kept_and_knows_its_prefixes(model: PreTrainedMo
     assert [output.generated_tokens for output in (*first.values(), *second.values())] == [old_answer()] * 2
     assert [output.num_cached_tokens for output in (*first.values(), *second.values())] == [0, 64]
     destroy_cached_continuous_batching_manager(model)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_are_changed_between_calls_reach_a_kept_manager(change: str, model: PreTrainedModel) -> None:
+    def call() -> GenerationOutput:
+        (output,) = generate_batch(
+            model,
+            [PROMPT],
+            continuous_batching_config=small_config(),
+            max_new_tokens=NUM_NEW,
+            persistent_manager=True,
+        ).values()
+        return output
+
+    try:
+        assert call().generated_tokens == old_answer()
+        CHANGES[change](model)
+        changed = call()
+        assert (changed.generated_tokens, changed.num_cached_tokens) == (new_answer(), 0)
+        assert call().num_cached_tokens == 64
+        manager = init_continuous_batching(model)
+        with manager.pause():
+            model.load_state_dict(tiny_model(seed=1).state_dict())
+        assert call().generated_tokens == old_answer()
+        assert manager.weight_version == 3
+    finally:
+        destroy_cached_continuous_batching_manager(model)
 
 
 def test_enable_gives_the_model_the_methods(model: PreTrainedModel) -> None:
