@@ -145,6 +145,7 @@ class ContinuousBatchingManager:
         self._was_training = model.training
         self._is_destroyed = False
         self._thread: threading.Thread | None = None
+        self._end: weakref.finalize[..., ContinuousBatchingManager] | None = None
         self._driver_runner: DriverRunner | None = None
         with self._ownership.claim(self):
             self._loop = self._weights.loop = self._make_loop()
@@ -179,7 +180,9 @@ class ContinuousBatchingManager:
             self._thread.start()
             self._ownership.mark_running(self, self._thread)
             # A daemon thread ends anywhere, so at exit (or when nobody holds the manager) it is asked to end first.
-            weakref.finalize(self, _end_thread, self._loop, self._thread)
+            if self._end is not None:
+                self._end.detach()  # it holds the loop before this one, and with it a whole cache
+            self._end = weakref.finalize(self, _end_thread, self._loop, self._thread)
 
     def is_running(self) -> bool:
         """True while the generation thread is alive."""

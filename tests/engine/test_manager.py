@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -483,6 +484,28 @@ def test_a_buffer_that_is_changed_while_it_is_stopped_starts_a_new_version(model
     assert run_all(manager, [PROMPT], NUM_NEW) == [expected]
     assert manager.weight_version == 2
     manager.stop(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.usefixtures("depth")
+def test_a_restarted_manager_keeps_no_loop_but_its_last(keep: bool, model: PreTrainedModel) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    loops, runners, threads = [], [], []
+    for _ in range(4):
+        manager.start()
+        run_all(manager, [PROMPT], 2)
+        loops.append(weakref.ref(manager._loop))
+        runners.append(weakref.ref(manager._runner))
+        threads.append(manager._thread)
+        manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    gc.collect()
+    assert {id(loop()) for loop in loops} - {id(None)} == {id(manager._loop)}
+    assert {id(runner()) for runner in runners} - {id(None)} == {id(manager._runner)}
+    last = loops[-1]
+    del manager
+    gc.collect()
+    assert last() is None
+    assert not any(thread is None or thread.is_alive() for thread in threads)
 
 
 def test_a_destroyed_manager_stays_so(model: PreTrainedModel) -> None:
