@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -37,7 +38,7 @@ def init_continuous_batching(
 
     Raises UnsupportedModel, and InvalidRequest for configs that cannot be honoured or differ from the kept manager's.
     """
-    kept: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
+    kept = _kept(model)
     if kept is None:
         return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
     for name, wanted, present in (
@@ -88,7 +89,7 @@ def continuous_batching_context_manager(
         raise
     if persistent_manager:
         manager.remember_weights()
-        setattr(model, _CACHED_MANAGER, manager)
+        _keep(model, manager)
         return
     manager.stop(block=block, timeout=timeout)
     manager.destroy()
@@ -172,10 +173,10 @@ def generate_batch(
 
 def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
     """Stops and drops the manager that the model keeps, if it keeps one."""
-    manager: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
+    manager = _kept(model)
     if manager is not None:
         manager.destroy()
-        delattr(model, _CACHED_MANAGER)
+    vars(model).pop(_CACHED_MANAGER, None)
 
 
 class ContinuousMixin:
@@ -197,12 +198,33 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Holder:
+    """Of the manager that a model keeps; a copy holds none, as a manager has threads and runs the one model."""
+
+    manager: ContinuousBatchingManager | None = None
+
+    def __reduce__(self) -> tuple[type["_Holder"], tuple[()]]:
+        return _Holder, ()
+
+
+def _keep(model: PreTrainedModel, manager: ContinuousBatchingManager) -> None:
+    setattr(model, _CACHED_MANAGER, _Holder(manager))
+
+
+def _kept(model: PreTrainedModel) -> ContinuousBatchingManager | None:
+    """Gives the manager that the model keeps and that can still be used."""
+    manager = getattr(model, _CACHED_MANAGER, _Holder()).manager
+    # A shallow copy of a model has the holder of the model itself.
+    return None if manager is None or manager.model is not model or manager.is_destroyed else manager
+
+
 @contextmanager
 def _turn(model: PreTrainedModel) -> Iterator[None]:
     """Inside, no other thread makes a manager to generate with; where the model keeps one, all of them share it."""
     with ExitStack() as held:
         held.enter_context(ownership_of(model).turn)
-        if getattr(model, _CACHED_MANAGER, None) is not None:
+        if _kept(model) is not None:
             held.close()
         yield
 

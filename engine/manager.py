@@ -143,7 +143,7 @@ class ContinuousBatchingManager:
             free_bytes=lambda: free_bytes_on(model.device),
         )
         self._was_training = model.training
-        self._is_destroyed = False
+        self.is_destroyed = False
         self._thread: threading.Thread | None = None
         self._end: weakref.finalize[..., ContinuousBatchingManager] | None = None
         self._driver_runner: DriverRunner | None = None
@@ -160,7 +160,7 @@ class ContinuousBatchingManager:
         Raises InvalidRequest while another manager runs the model.
         """
         with self._lock, self._ownership.claim(self):
-            if self._is_destroyed:
+            if self.is_destroyed:
                 raise EngineStopped("the manager was destroyed; make a new one")
             self._weights.raise_if_lost()
             if self.is_running():
@@ -240,7 +240,7 @@ class ContinuousBatchingManager:
 
     def destroy(self) -> None:
         """Stops at once, for good. Safe to call again."""
-        self._is_destroyed = True
+        self.is_destroyed = True
         if self._thread is not None:
             self.stop(hard_stop=True)
 
