@@ -170,3 +170,28 @@ def test_a_call_of_the_model_beside_a_step_is_refused_by_a_sentence(model: PreTr
         may_go_on.set()
         assert result_of(manager, request_id).generated_tokens == expected[0]
     assert answers(model) == expected
+
+
+def test_models_that_share_a_config_run_beside_each_other(model: PreTrainedModel) -> None:
+    other: PreTrainedModel = type(model)(model.config).eval()
+    other.load_state_dict(tiny_model(seed=5).state_dict())
+    other.generation_config = model.generation_config
+    assert other.config is model.config
+    expected, implementation = [answers(model), answers(other)], model.config._attn_implementation
+    with running(model) as first, running(other) as second:
+        gates = [StepGate(model), StepGate(other)]
+        ids = [
+            [manager.add_request(prompt, max_new_tokens=NUM_NEW) for prompt in PROMPTS] for manager in (first, second)
+        ]
+        for gate in gates:
+            gate.wait()
+        # The first to enter its step leaves it while the other one is in the middle of its own.
+        for gate in gates:
+            gate.open()
+        found = [
+            [result_of(manager, request_id).generated_tokens for request_id in its]
+            for manager, its in zip((first, second), ids, strict=True)
+        ]
+    assert found == expected
+    assert model.config._attn_implementation == implementation
+    assert [answers(model), answers(other)] == expected
