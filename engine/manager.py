@@ -171,8 +171,8 @@ class ContinuousBatchingManager:
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
-            self._take_up_weights()
-            if self._weights.were_changed():
+            has_new_structure = self._take_up_weights()
+            if self._thread is not None and (has_new_structure or self._weights.were_changed()):
                 self._weights.change_version(None, in_flight="keep")
             release_helpers()
             self._loop.mark_started()
@@ -616,11 +616,16 @@ class ContinuousBatchingManager:
             return self._driver_runner
         return StepThread(runner) if self.config.steps_in_flight > 1 else runner
 
-    def _take_up_weights(self) -> None:
-        """Makes anew what depends on the weights: they may have changed in place, which no address shows, or moved."""
+    def _take_up_weights(self) -> bool:
+        """Makes anew what depends on the weights: they may have changed in place, which no address shows, or moved.
+
+        Gives whether modules are others as well.
+        """
+        has_new_structure = self._runner.follow_structure()
         if self._packed is not None:
             self._packed.refresh(all_of_them=True)
         self._runner.forget_moved_weights()
+        return has_new_structure
 
     def _why_no_graphs(self) -> str | None:
         if self._ranks is not None:

@@ -30,7 +30,7 @@ from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, StepHandle, StepPlan
 from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler, score_prompts
-from engine.stand_ins import StandIn, in_use
+from engine.stand_ins import StandIn, has_global_hooks, in_use, structure_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,11 @@ class ModelRunner:
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         # The compiler would have to compile them anew in each step, and fuses by itself.
-        self._stand_ins = stand_ins_for(model, packed) if compiling is None else []
+        self._packed, self._is_compiled = packed, compiling is not None
+        self._structure = structure_of(model)
+        if packed is not None:
+            packed.find_layers(model)
+        self._stand_ins = [] if self._is_compiled else stand_ins_for(model, packed)
         self._kernel = find_cpu_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
@@ -103,6 +107,32 @@ class ModelRunner:
                     self._graphs.warm_up()
         finally:
             self._model.train(was_training)
+
+    def follow_structure(self) -> bool:
+        """Takes up modules, hooks and settings that are others now, and says whether any are; `refresh` of the packed
+        weights comes after. Only while nothing is in flight.
+        """
+        structure = structure_of(self._model)
+        if structure == self._structure:
+            return False
+        logger.info("modules of the model were changed, stand-ins are chosen anew")
+        self._structure, self._configs = structure, attention_configs(self._model)
+        if self._packed is not None:
+            self._packed.find_layers(self._model)
+        if not self._is_compiled:
+            self._stand_ins = self._chosen_anew()
+        if self._graphs is not None:
+            self._graphs.forget()
+        return True
+
+    def _chosen_anew(self) -> list[StandIn]:
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            return stand_ins_for(self._model, self._packed)
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def forget_moved_weights(self) -> None:
         """Drops captured steps where the weights have other addresses now. Only while nothing is in flight."""
@@ -208,6 +238,8 @@ class ModelRunner:
 
 def stand_ins_for(model: PreTrainedModel, packed: PackedWeights | None) -> list[StandIn]:
     """Gives what the modules of a model on a CPU are to compute with; where a whole layer cannot, its parts do."""
+    if has_global_hooks():
+        return []
     if packed is None:
         return fuse_layers(model)
     return fuse_layers(model, packed) + packed.stand_ins() + fuse_decoder_layers(model, packed)
