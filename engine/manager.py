@@ -17,7 +17,7 @@ from engine.attention.flash import FlashKernels, find_flash
 from engine.compilation import compile_options
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.constraint import TokenConstraint
-from engine.errors import EngineStopped, InvalidRequest, WeightVersionGone
+from engine.errors import EngineStopped, InvalidRequest, WeightsError, WeightVersionGone
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.graphs import CudaGraphs, GraphMaker
@@ -75,6 +75,7 @@ class ContinuousBatchingManager:
         """
         check_supported(model)
         self.model = model
+        self._place = model.dtype, model.device
         self._ownership = ownership_of(model)
         self._pauses_of_thread = threading.local()
         self.generation_config = generation_config
@@ -157,12 +158,14 @@ class ContinuousBatchingManager:
         """Starts the generation thread; a second call only warns. Works again after `stop` and after a crash.
 
         Where the weights were changed since it was stopped, it starts a new weight version, as leaving a pause does.
-        Raises InvalidRequest while another manager runs the model.
+        Raises InvalidRequest while another manager runs the model, and WeightsError where the model has another dtype
+        or device than it had for `__init__`.
         """
         with self._lock, self._ownership.claim(self):
             if self.is_destroyed:
                 raise EngineStopped("the manager was destroyed; make a new one")
             self._weights.raise_if_lost()
+            self._check_place()
             if self.is_running():
                 logger.warning("manager is already running")
                 return
@@ -619,13 +622,27 @@ class ContinuousBatchingManager:
     def _take_up_weights(self) -> bool:
         """Makes anew what depends on the weights: they may have changed in place, which no address shows, or moved.
 
-        Gives whether modules are others as well.
+        Gives whether modules are others as well. Raises WeightsError where the model was cast or moved to another
+        device, and nothing is generated any more: the cache and the copies are of what it was.
         """
+        try:
+            self._check_place()
+        except WeightsError as error:
+            self._loop.fail(error)
+            raise
         has_new_structure = self._runner.follow_structure()
         if self._packed is not None:
             self._packed.refresh(all_of_them=True)
         self._runner.forget_moved_weights()
         return has_new_structure
+
+    def _check_place(self) -> None:
+        place = self.model.dtype, self.model.device
+        if place != self._place:
+            raise WeightsError(
+                f"the model is {place[0]} on {place[1]} now and was {self._place[0]} on {self._place[1]}, which may not"
+                " change under a manager; change it back and start() again, or make a new manager"
+            )
 
     def _why_no_graphs(self) -> str | None:
         if self._ranks is not None:

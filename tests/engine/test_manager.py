@@ -508,6 +508,28 @@ def test_a_restarted_manager_keeps_no_loop_but_its_last(keep: bool, model: PreTr
     assert not any(thread is None or thread.is_alive() for thread in threads)
 
 
+@pytest.mark.usefixtures("depth")
+def test_a_model_that_is_cast_in_a_pause_is_refused_until_it_is_cast_back(model: PreTrainedModel) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    manager.start()
+    added = []
+    with pytest.raises(WeightsError, match=r"is torch.bfloat16 on cpu now and was torch.float32"):  # noqa: SIM117, PT012
+        with manager.pause():
+            added.append(manager.add_request(PROMPT, max_new_tokens=NUM_NEW))
+            model.to(torch.bfloat16)
+    (request_id,) = added
+    assert "may not change under a manager" in str(result_of(manager, request_id).error)
+    manager.join(0.0, timeout=DEADLINE_S)
+    with pytest.raises(WeightsError, match=r"torch\.bfloat16"):
+        manager.start()
+    assert not manager.is_running()
+    model.to(torch.float32)
+    model.load_state_dict(tiny_model(seed=1).state_dict())
+    manager.start()
+    assert run_all(manager, [PROMPT], NUM_NEW) == [old_answer()]
+    manager.stop(timeout=DEADLINE_S)
+
+
 def test_a_destroyed_manager_stays_so(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     manager.start()
