@@ -300,9 +300,15 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
         ) from error
     finally:
         model.train(was_training)
-    if sorted(found) != list(range(text_config.num_hidden_layers)):
+    num_layers = text_config.num_hidden_layers
+    if len(found) == num_layers and sorted(found) != list(range(num_layers)):
         raise UnsupportedModel(
-            f"{type(model).__name__} sends {len(found)} of its {text_config.num_hidden_layers} layers through"
-            " transformers' attention interface; all of them have to"
+            f"the layers of {type(model).__name__} have the indices {', '.join(map(str, sorted(found)))}, and they have"
+            f" to be 0 to {num_layers - 1}; give each attention its layer_idx anew"
+        )
+    if len(found) != num_layers:
+        raise UnsupportedModel(
+            f"{type(model).__name__} sends {len(found)} of its {num_layers} layers through transformers' attention"
+            " interface; all of them have to"
         )
     return [found[layer] for layer in sorted(found)]

@@ -99,6 +99,14 @@ def test_a_model_that_keeps_keywords_from_its_attention_is_refused_by_a_sentence
         probe_layers(model)
 
 
+def test_layers_whose_indices_leave_one_out_are_refused_by_them() -> None:
+    model = tiny_model("llama", num_hidden_layers=3)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[2]])
+    model.config.num_hidden_layers = 2
+    with pytest.raises(UnsupportedModel, match="indices 0, 2, and they have to be 0 to 1"):
+        probe_layers(model)
+
+
 class _NoAttention(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
         return hidden_states, None
