@@ -210,7 +210,10 @@ def _checked(name: str, config: object, device: torch.device) -> CompileConfig |
     if config is None:
         return None
     if isinstance(config, dict):
-        config = CompileConfig(**config)
+        try:
+            config = CompileConfig(**config)
+        except TypeError as error:
+            raise InvalidRequest(f"{name} is {config!r}, which CompileConfig does not take: {error}", name) from error
     if not isinstance(config, CompileConfig):
         raise InvalidRequest(f"{name} is {config!r}; it must be a CompileConfig of transformers or its fields", name)
     if device.type == "cuda" and config.mode in CAPTURES_ITSELF:

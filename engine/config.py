@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic_core import ArgsKwargs
 
 DEFAULT_MAX_BATCH_TOKENS = 8192
 """The reference's value; on a CPU the step-time bound of the loop usually cuts in first."""
@@ -112,6 +113,18 @@ class ContinuousBatchingConfig:
             if getattr(self, name) is not None:
                 warnings.warn(f"{name} is deprecated: {remedy}", FutureWarning, stacklevel=4)
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_two_names(cls, given: Any) -> Any:
+        fields = given.kwargs if isinstance(given, ArgsKwargs) else given
+        fields = fields if isinstance(fields, dict) else {}
+        old, new = fields.get("block_size"), fields.get("page_size")
+        if old is not None and new not in (None, old):
+            raise ValueError(
+                f"block_size is {old!r}, the deprecated name of page_size, which is {new!r}; give page_size alone"
+            )
+        return given
 
     @property
     def tokens_per_block(self) -> int:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.cpu import load_kernels
 from engine.packed_weights import PackedWeights
-from engine.stand_ins import StandIn, has_own_forward
+from engine.stand_ins import StandIn, has_hooks, has_own_forward
 
 ROTATION = "apply_rotary_pos_emb"
 """What most families of transformers call in the forward of their attention; it is a global of their module."""
@@ -48,7 +48,7 @@ def fuse_layers(model: PreTrainedModel, packed: PackedWeights | None = None) -> 
     stand_ins = []
     with torch.inference_mode():
         for module in model.modules():
-            if has_own_forward(module):
+            if has_own_forward(module) or _is_listened_to_inside(module):
                 continue
             # The layers of a model are alike, so one of each kind is tried.
             kind = likeness(module)
@@ -98,6 +98,11 @@ def _random_like(parameter: nn.Parameter | None, generator: torch.Generator) -> 
     drawn = torch.randn(min(NUM_DRAWN, parameter.numel()), generator=generator) * scale
     repeated = drawn.repeat(-(-parameter.numel() // max(1, len(drawn))))[: parameter.numel()]
     return nn.Parameter(repeated.view(parameter.shape), requires_grad=False)
+
+
+def _is_listened_to_inside(module: nn.Module) -> bool:
+    """True for an activation with a hook, which a fused gate would not call."""
+    return {name for name, _ in module.named_children()} == MLP_PARTS and has_hooks(module.act_fn)  # type: ignore[arg-type]
 
 
 def _maker(module: nn.Module, kernels: Kernels, packed: PackedWeights | None) -> Maker | None:

@@ -2,8 +2,9 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from engine.config import ContinuousBatchingConfig
 from engine.errors import InvalidRequest, QueueFull
 from engine.manager import ContinuousBatchingManager
+from engine.ownership import ownership_of
 from engine.request import (
     FinishReason,
     GenerationOutput,
@@ -36,7 +38,7 @@ def init_continuous_batching(
 
     Raises UnsupportedModel, and InvalidRequest for configs that cannot be honoured or differ from the kept manager's.
     """
-    kept: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
+    kept = _kept(model)
     if kept is None:
         return ContinuousBatchingManager(model, generation_config, continuous_batching_config, workload_hints)
     for name, wanted, present in (
@@ -69,9 +71,12 @@ def continuous_batching_context_manager(
     """Runs a manager for the length of a `with` block; leaving it finishes what was submitted.
 
     block, timeout: how leaving waits, as in `ContinuousBatchingManager.stop`. When the body raises, requests still in
-    flight are ended at once. persistent_manager: leave the manager running, kept on the model.
+    flight are ended at once. persistent_manager: leave the manager running, kept on the model. Weights that are changed
+    between two such blocks count as a new version.
     """
     manager = init_continuous_batching(model, generation_config, continuous_batching_config, workload_hints)
+    if manager.is_running():
+        manager.notice_changes()
     if warmup:
         manager.warmup()
     if not manager.is_running():
@@ -83,7 +88,8 @@ def continuous_batching_context_manager(
             manager.stop(block=block, timeout=timeout, hard_stop=True)
         raise
     if persistent_manager:
-        setattr(model, _CACHED_MANAGER, manager)
+        manager.remember_weights()
+        _keep(model, manager)
         return
     manager.stop(block=block, timeout=timeout)
     manager.destroy()
@@ -110,6 +116,9 @@ def generate_batch(
     fails is there too, with status FAILED and its `error`; it does not touch the others. tokenizer: needed by stop
     strings alone. generation_fields: fields of GenerationConfig, laid over `generation_config` as `generate` does it;
     any other name is a TypeError. Of several tensor parallel ranks all call it; the driver has the results.
+
+    Calls from several threads come in turn, or share the manager that the model keeps. Raises InvalidRequest while a
+    manager that was made in another way runs the model.
     """
     generation_config = _with_fields(generation_config, generation_fields)
     if len(inputs) == 0:
@@ -120,14 +129,17 @@ def generate_batch(
         max_generated_length=max_new_tokens or 0,
     )
     results: dict[str, GenerationOutput] = {}
-    with continuous_batching_context_manager(
-        model,
-        generation_config,
-        continuous_batching_config=continuous_batching_config,
-        persistent_manager=persistent_manager,
-        warmup=warmup,
-        workload_hints=hints if max_new_tokens else None,
-    ) as manager:
+    with (
+        _turn(model),
+        continuous_batching_context_manager(
+            model,
+            generation_config,
+            continuous_batching_config=continuous_batching_config,
+            persistent_manager=persistent_manager,
+            warmup=warmup,
+            workload_hints=hints if max_new_tokens else None,
+        ) as manager,
+    ):
         if not manager.is_driver:
             return {}
         num_sequences = (sampling.num_return_sequences if sampling else None) or manager.num_return_sequences
@@ -161,10 +173,10 @@ def generate_batch(
 
 def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
     """Stops and drops the manager that the model keeps, if it keeps one."""
-    manager: ContinuousBatchingManager | None = getattr(model, _CACHED_MANAGER, None)
+    manager = _kept(model)
     if manager is not None:
         manager.destroy()
-        delattr(model, _CACHED_MANAGER)
+    vars(model).pop(_CACHED_MANAGER, None)
 
 
 class ContinuousMixin:
@@ -184,6 +196,37 @@ def enable(model: PreTrainedModel) -> PreTrainedModel:
     for name, function in methods.items():
         setattr(model, name, MethodType(function, model))
     return model
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Holder:
+    """Of the manager that a model keeps; a copy holds none, as a manager has threads and runs the one model."""
+
+    manager: ContinuousBatchingManager | None = None
+
+    def __reduce__(self) -> tuple[type["_Holder"], tuple[()]]:
+        return _Holder, ()
+
+
+def _keep(model: PreTrainedModel, manager: ContinuousBatchingManager) -> None:
+    setattr(model, _CACHED_MANAGER, _Holder(manager))
+
+
+def _kept(model: PreTrainedModel) -> ContinuousBatchingManager | None:
+    """Gives the manager that the model keeps and that can still be used."""
+    manager = getattr(model, _CACHED_MANAGER, _Holder()).manager
+    # A shallow copy of a model has the holder of the model itself.
+    return None if manager is None or manager.model is not model or manager.is_destroyed else manager
+
+
+@contextmanager
+def _turn(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no other thread makes a manager to generate with; where the model keeps one, all of them share it."""
+    with ExitStack() as held:
+        held.enter_context(ownership_of(model).turn)
+        if _kept(model) is not None:
+            held.close()
+        yield
 
 
 def _with_fields(config: GenerationConfig | None, fields: dict[str, Any]) -> GenerationConfig | None:

@@ -145,6 +145,10 @@ class StepGraphs:
             self._graphs.clear()
             self._addresses = addresses
 
+    def forget(self) -> None:
+        """Drops all graphs: what they captured is not what the model computes any more."""
+        self._graphs.clear()
+
     def _capture(self, shape: StepShape, values: Tensor) -> None:
         """Turns graphs off when the model cannot be captured: it waits for the device, say, to look at a number."""
 

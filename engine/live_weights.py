@@ -26,6 +26,7 @@ from engine.weights import (
     Paths,
     StagedWeights,
     bytes_beside,
+    marks_of,
     path_list,
     read_part,
     served_digests,
@@ -116,6 +117,7 @@ class LiveWeights:
         self._lock = threading.RLock()
         """Held by whoever exchanges weights, and while the list of parks changes."""
         self._changes = _Changes()
+        self._marks: bytes | None = None
         self.version = 1
 
     def stage(self, request: StagingRequest) -> StagedWeights:
@@ -205,11 +207,22 @@ class LiveWeights:
             yield
 
     def change_version(self, wanted: int | None, *, in_flight: str) -> None:
-        """Starts a version; the caller holds a pause."""
+        """Starts a version; the caller holds a pause, or the loop does not run."""
         with self._lock:
             version = self.version + 1 if wanted is None else wanted
             self.loop.change_version(version, in_flight=in_flight)
             self.version = version
+            if self._marks is not None:
+                self.remember()
+
+    def remember(self) -> None:
+        """Keeps marks of the weights, for `were_changed`."""
+        self._marks = marks_of(self._model)
+
+    def were_changed(self) -> bool:
+        """Whether somebody has changed the weights without a word since they were last remembered; cheap."""
+        with self._lock:
+            return self._marks is not None and self._marks != marks_of(self._model)
 
     def exchange(self, staged: StagedWeights, version: int | None, in_flight: str) -> object:
         """Commits staged weights under a version, or changes nothing; the caller holds a pause.

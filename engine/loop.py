@@ -276,9 +276,11 @@ class GenerationLoop:
             self._wake.notify_all()
 
     def change_version(self, version: int, *, in_flight: str) -> None:
-        """Starts a weight version; the caller holds a pause. Requests that are pinned to another version end."""
+        """Starts a weight version; the caller holds a pause, or the thread has not started. Requests that are pinned to
+        another version end.
+        """
         with self._wake:
-            assert self._is_parked, "the weight version changes only while the loop is parked"
+            assert self._is_parked or not self._is_running, "the weight version changes only while the loop is parked"
             requests = self._scheduler.requests()
             ended = self._end_pinned_to_others(requests, version)
             if in_flight == "abort":

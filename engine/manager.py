@@ -17,7 +17,7 @@ from engine.attention.flash import FlashKernels, find_flash
 from engine.compilation import compile_options
 from engine.config import ContinuousBatchingConfig, ResolvedConfig
 from engine.constraint import TokenConstraint
-from engine.errors import EngineStopped, InvalidRequest, WeightVersionGone
+from engine.errors import EngineStopped, InvalidRequest, WeightsError, WeightVersionGone
 from engine.follower import FollowerLoop
 from engine.generation_defaults import generation_defaults
 from engine.graphs import CudaGraphs, GraphMaker
@@ -29,6 +29,7 @@ from engine.model import check_supported
 from engine.model_runner import ModelRunner, probe_layers
 from engine.openmp import release_helpers
 from engine.outbox import Outbox
+from engine.ownership import ownership_of
 from engine.packed_weights import pack_weights
 from engine.parallel import DriverRunner, disable_graph_mixing, rank_group_of
 from engine.patience import Patience
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 class ContinuousBatchingManager:
     """Thread-safe. While it runs, the model belongs to it; inside `pause()` to whoever holds the pause.
 
+    Making, warming up and starting one raise InvalidRequest while another one runs the model.
+
     Made by `init_continuous_batching`, `continuous_batching_context_manager` or `generate_batch`.
     """
 
@@ -72,6 +75,9 @@ class ContinuousBatchingManager:
         """
         check_supported(model)
         self.model = model
+        self._place = model.dtype, model.device
+        self._ownership = ownership_of(model)
+        self._pauses_of_thread = threading.local()
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         self.workload_hints = workload_hints
@@ -84,7 +90,8 @@ class ContinuousBatchingManager:
             drop_foreign=self.continuous_batching_config.drop_unsupported_processors,
             stop_strings=self._stop_strings,
         )
-        self._layers = probe_layers(model)
+        with self._ownership.claim(self):
+            self._layers = probe_layers(model)
         self._ranks = rank_group_of(model, timeout_s=self.continuous_batching_config.cpu_group_timeout)
         if self._ranks is not None and self.continuous_batching_config.disable_nccl_graph_mixing:
             disable_graph_mixing(model.device)
@@ -127,7 +134,6 @@ class ContinuousBatchingManager:
             accepts_keywords=self.continuous_batching_config.per_request_processors,
         )
         self._lock = threading.Lock()
-        self._pauses_of_thread = threading.local()
         self._outbox = Outbox()
         self._weights = LiveWeights(
             model,
@@ -138,20 +144,28 @@ class ContinuousBatchingManager:
             free_bytes=lambda: free_bytes_on(model.device),
         )
         self._was_training = model.training
-        self._is_destroyed = False
+        self.is_destroyed = False
         self._thread: threading.Thread | None = None
+        self._end: weakref.finalize[..., ContinuousBatchingManager] | None = None
         self._driver_runner: DriverRunner | None = None
-        self._loop = self._weights.loop = self._make_loop()
+        with self._ownership.claim(self):
+            self._loop = self._weights.loop = self._make_loop()
         self._needs_new_loop = False
 
     # Life
 
     def start(self) -> None:
-        """Starts the generation thread; a second call only warns. Works again after `stop` and after a crash."""
-        with self._lock:
-            if self._is_destroyed:
+        """Starts the generation thread; a second call only warns. Works again after `stop` and after a crash.
+
+        Where the weights were changed since it was stopped, it starts a new weight version, as leaving a pause does.
+        Raises InvalidRequest while another manager runs the model, and WeightsError where the model has another dtype
+        or device than it had for `__init__`.
+        """
+        with self._lock, self._ownership.claim(self):
+            if self.is_destroyed:
                 raise EngineStopped("the manager was destroyed; make a new one")
             self._weights.raise_if_lost()
+            self._check_place()
             if self.is_running():
                 logger.warning("manager is already running")
                 return
@@ -160,17 +174,32 @@ class ContinuousBatchingManager:
             self._needs_new_loop = True
             self._was_training = self.model.training
             self.model.eval()
-            self._take_up_weights()
+            has_new_structure = self._take_up_weights()
+            if self._thread is not None and (has_new_structure or self._weights.were_changed()):
+                self._weights.change_version(None, in_flight="keep")
             release_helpers()
             self._loop.mark_started()
             self._thread = threading.Thread(target=self._loop.run, name="pitstop-generation", daemon=True)
             self._thread.start()
+            self._ownership.mark_running(self, self._thread)
             # A daemon thread ends anywhere, so at exit (or when nobody holds the manager) it is asked to end first.
-            weakref.finalize(self, _end_thread, self._loop, self._thread)
+            if self._end is not None:
+                self._end.detach()  # it holds the loop before this one, and with it a whole cache
+            self._end = weakref.finalize(self, _end_thread, self._loop, self._thread)
 
     def is_running(self) -> bool:
         """True while the generation thread is alive."""
         return self._thread is not None and self._thread.is_alive() and self._loop.is_running
+
+    @property
+    def is_stopping(self) -> bool:
+        """True once it was asked to stop; its thread may have ended by now."""
+        return self._loop.is_stopping
+
+    @property
+    def lends_to_this_thread(self) -> bool:
+        """True where the calling thread holds a pause, so that the model is its own to run."""
+        return getattr(self._pauses_of_thread, "count", 0) > 0
 
     def stop(
         self,
@@ -185,11 +214,13 @@ class ContinuousBatchingManager:
         With `block` it waits for at most `timeout` seconds; a loop that needs longer goes on to its end by itself. The
         prefix cache is dropped at the next start unless `keep_for_next_session`.
         """
-        if getattr(self._pauses_of_thread, "count", 0) > 0:
+        if self.lends_to_this_thread:
             raise RuntimeError("stop() was called inside this thread's own pause(); leave the pause first")
         if self._thread is None:
             logger.warning("manager was never started")
             return
+        if self.is_running():
+            self._weights.remember()
         self._loop.stop(StopMode.HARD if hard_stop else StopMode.FLUSH)
         self._weights.end_parks()
         if block:
@@ -212,7 +243,7 @@ class ContinuousBatchingManager:
 
     def destroy(self) -> None:
         """Stops at once, for good. Safe to call again."""
-        self._is_destroyed = True
+        self.is_destroyed = True
         if self._thread is not None:
             self.stop(hard_stop=True)
 
@@ -236,7 +267,8 @@ class ContinuousBatchingManager:
             with self.pause(weights_changed=False):
                 self._runner.warm_up()
         else:
-            self._runner.warm_up()
+            with self._ownership.claim(self):
+                self._runner.warm_up()
 
     # Requests
 
@@ -410,6 +442,19 @@ class ContinuousBatchingManager:
 
     paused = pause
 
+    def remember_weights(self) -> None:
+        """Notes what the weights are, for `notice_changes`; `stop` does it for the next `start`."""
+        self._weights.remember()
+
+    def notice_changes(self) -> None:
+        """Starts a new weight version where the owner of the model has changed the weights since, without a pause.
+
+        Tensor parallel ranks cannot tell by themselves that they all have to pause, and do nothing.
+        """
+        if self._ranks is None and self._weights.were_changed():
+            with self.pause():
+                logger.info("weights were changed between two calls")
+
     def stage_weights(
         self,
         path: Paths,
@@ -468,7 +513,7 @@ class ContinuousBatchingManager:
         raised, and nothing is held; so it is when another thread ends `patience` meanwhile. On tensor parallel ranks
         the driver parks all. Raises EngineStopped when the manager does not run; `stop()` ends a park.
         """
-        if getattr(self._pauses_of_thread, "count", 0) > 0:
+        if self.lends_to_this_thread:
             timeout_s = 0.0  # whatever does not stand still already never will while this thread waits
         return self._weights.park(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned, patience=patience)
 
@@ -536,7 +581,8 @@ class ContinuousBatchingManager:
     # Inside
 
     def _measure(self, num_tokens: int, num_rows: int) -> int:
-        return measured_step_bytes(self.model, num_tokens=num_tokens, num_rows=num_rows)
+        with self._ownership.claim(self):
+            return measured_step_bytes(self.model, num_tokens=num_tokens, num_rows=num_rows)
 
     def _make_loop(self) -> GenerationLoop | FollowerLoop:
         ranks = self._ranks
@@ -573,11 +619,30 @@ class ContinuousBatchingManager:
             return self._driver_runner
         return StepThread(runner) if self.config.steps_in_flight > 1 else runner
 
-    def _take_up_weights(self) -> None:
-        """Makes anew what depends on the weights: they may have changed in place, which no address shows, or moved."""
+    def _take_up_weights(self) -> bool:
+        """Makes anew what depends on the weights: they may have changed in place, which no address shows, or moved.
+
+        Gives whether modules are others as well. Raises WeightsError where the model was cast or moved to another
+        device, and nothing is generated any more: the cache and the copies are of what it was.
+        """
+        try:
+            self._check_place()
+        except WeightsError as error:
+            self._loop.fail(error)
+            raise
+        has_new_structure = self._runner.follow_structure()
         if self._packed is not None:
             self._packed.refresh(all_of_them=True)
         self._runner.forget_moved_weights()
+        return has_new_structure
+
+    def _check_place(self) -> None:
+        place = self.model.dtype, self.model.device
+        if place != self._place:
+            raise WeightsError(
+                f"the model is {place[0]} on {place[1]} now and was {self._place[0]} on {self._place[1]}, which may not"
+                " change under a manager; change it back and start() again, or make a new manager"
+            )
 
     def _why_no_graphs(self) -> str | None:
         if self._ranks is not None:

@@ -21,7 +21,7 @@ from engine.attention.interface import (
 from engine.batch import Batch, build_batch
 from engine.compilation import CompiledForward, CompileOptions
 from engine.config import ResolvedConfig
-from engine.errors import EngineDead, UnsupportedModel
+from engine.errors import EngineDead, InvalidRequest, UnsupportedModel
 from engine.fused_decoder import fuse_decoder_layers
 from engine.fused_layers import fuse_layers
 from engine.graphs import GraphMaker, StepGraphs
@@ -30,7 +30,7 @@ from engine.packed_step import StepPacker
 from engine.packed_weights import PackedWeights
 from engine.plan import PlannedRow, StepHandle, StepPlan
 from engine.sampling import DrawnRows, DrawnStep, NewTokens, RowSampler, score_prompts
-from engine.stand_ins import StandIn, in_use
+from engine.stand_ins import StandIn, has_global_hooks, in_use, structure_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,11 @@ class ModelRunner:
         self._configs = attention_configs(model)
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         # The compiler would have to compile them anew in each step, and fuses by itself.
-        self._stand_ins = stand_ins_for(model, packed) if compiling is None else []
+        self._packed, self._is_compiled = packed, compiling is not None
+        self._structure = structure_of(model)
+        if packed is not None:
+            packed.find_layers(model)
+        self._stand_ins = [] if self._is_compiled else stand_ins_for(model, packed)
         self._kernel = find_cpu_kernel(model.dtype, model.device) if flash is None else None
         has_graphs = any(config.use_cuda_graph)
         self._cache = KVCache(
@@ -103,6 +107,32 @@ class ModelRunner:
                     self._graphs.warm_up()
         finally:
             self._model.train(was_training)
+
+    def follow_structure(self) -> bool:
+        """Takes up modules, hooks and settings that are others now, and says whether any are; `refresh` of the packed
+        weights comes after. Only while nothing is in flight.
+        """
+        structure = structure_of(self._model)
+        if structure == self._structure:
+            return False
+        logger.info("modules of the model were changed, stand-ins are chosen anew")
+        self._structure, self._configs = structure, attention_configs(self._model)
+        if self._packed is not None:
+            self._packed.find_layers(self._model)
+        if not self._is_compiled:
+            self._stand_ins = self._chosen_anew()
+        if self._graphs is not None:
+            self._graphs.forget()
+        return True
+
+    def _chosen_anew(self) -> list[StandIn]:
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            return stand_ins_for(self._model, self._packed)
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def forget_moved_weights(self) -> None:
         """Drops captured steps where the weights have other addresses now. Only while nothing is in flight."""
@@ -208,6 +238,8 @@ class ModelRunner:
 
 def stand_ins_for(model: PreTrainedModel, packed: PackedWeights | None) -> list[StandIn]:
     """Gives what the modules of a model on a CPU are to compute with; where a whole layer cannot, its parts do."""
+    if has_global_hooks():
+        return []
     if packed is None:
         return fuse_layers(model)
     return fuse_layers(model, packed) + packed.stand_ins() + fuse_decoder_layers(model, packed)
@@ -257,6 +289,10 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
                 use_cache=False,
                 **{STEP_ARGUMENT: record},
             )
+    except InvalidRequest as error:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not pass keywords on to its attention, and the engine reaches it by one"
+        ) from error
     except (TypeError, KeyError) as error:
         name = type(model).__name__
         raise UnsupportedModel(
@@ -264,10 +300,16 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
         ) from error
     finally:
         model.train(was_training)
-    if sorted(found) != list(range(text_config.num_hidden_layers)):
+    num_layers = text_config.num_hidden_layers
+    if len(found) == num_layers and sorted(found) != list(range(num_layers)):
         raise UnsupportedModel(
-            f"{type(model).__name__} sends {len(found)} of its {text_config.num_hidden_layers} layers through"
-            " transformers' attention interface; all of them have to"
+            f"the layers of {type(model).__name__} have the indices {', '.join(map(str, sorted(found)))}, and they have"
+            f" to be 0 to {num_layers - 1}; give each attention its layer_idx anew"
+        )
+    if len(found) != num_layers:
+        raise UnsupportedModel(
+            f"{type(model).__name__} sends {len(found)} of its {num_layers} layers through transformers' attention"
+            " interface; all of them have to"
         )
     if not layer_types and any(layer.window is None for layer in found.values()):
         _check_no_window(model, text_config)

@@ -45,14 +45,18 @@ class PackedWeights:
     def __init__(self, model: nn.Module, products: Products) -> None:
         """Packs nothing yet: `refresh` does."""
         self._products = products
-        self._layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
-        self._ids = set(map(id, self._layers))
+        self.find_layers(model)
         self._packed: dict[int, Packed] = {}
         self._made: tuple[dict[int, Packed], dict[object, Any]] = ({}, {})
         """What is made of copies, and of which."""
         self._room = Room()
         self._lock = threading.Lock()
         """Held while `_packed` is exchanged for another: it is read without."""
+
+    def find_layers(self, model: nn.Module) -> None:
+        """Looks for the layers anew, where modules were replaced or changed; `refresh` then packs them."""
+        self._layers = [module for module in model.modules() if isinstance(module, nn.Linear) and _can_pack(module)]
+        self._ids = set(map(id, self._layers))
 
     @property
     def size_bytes(self) -> int:
@@ -190,5 +194,7 @@ def pack_weights(
 
 
 def _can_pack(layer: nn.Linear) -> bool:
-    # A subclass may compute something else, and a layer whose own forward was replaced does.
-    return type(layer) is nn.Linear and not has_own_forward(layer) and layer.weight.dtype == torch.float32
+    # A subclass may compute something else, and a layer whose own forward was replaced does. One that computes its
+    # weight in each call has no parameter of that name.
+    is_plain = type(layer) is nn.Linear and not has_own_forward(layer) and "weight" in layer._parameters
+    return is_plain and layer.weight.dtype == torch.float32

@@ -4,6 +4,7 @@
 `pause()`, plain `generate`) the model is as its owner made it.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from engine.attention.cpu import CpuKernel
 from engine.attention.flash import FlashView
 from engine.attention.sdpa import LayerRules
 from engine.attention.step import AttentionStep, LayerView
-from engine.errors import UnsupportedModel
+from engine.errors import InvalidRequest, UnsupportedModel
 
 IMPLEMENTATION = "pitstop"
 STEP_ARGUMENT = "pitstop_step"
@@ -50,16 +51,31 @@ def attention_configs(model: PreTrainedModel) -> list[Any]:
 
 @contextmanager
 def use_step(configs: list[Any]) -> Iterator[None]:
-    """While inside, the attention layers that look at these configs call `_forward_attention`."""
+    """While inside, the attention layers that look at these configs call `_forward_attention`.
+
+    Several threads may be inside: models may share a config object, and the last to leave restores it.
+    """
     AttentionInterface.register(IMPLEMENTATION, _forward_attention)
-    previous = [config._attn_implementation for config in configs]
-    try:
+    with _SWITCHING:
         for config in configs:
+            inside, found = _SWITCHED.get(id(config), (0, config._attn_implementation))
+            _SWITCHED[id(config)] = inside + 1, found
             config._attn_implementation = IMPLEMENTATION
+    try:
         yield
     finally:
-        for config, implementation in zip(configs, previous, strict=True):
-            config._attn_implementation = implementation
+        with _SWITCHING:
+            for config in configs:
+                inside, found = _SWITCHED.pop(id(config))
+                if inside > 1:
+                    _SWITCHED[id(config)] = inside - 1, found
+                else:
+                    config._attn_implementation = found
+
+
+_SWITCHING = threading.Lock()
+_SWITCHED: dict[int, tuple[int, str]] = {}
+"""By the id of a config, how many are inside `use_step` with it, and what it had before the first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +135,12 @@ def _forward_attention(
     attention_mask: Tensor | None,
     **arguments: Any,  # what the model family passes: checked below, not ignored
 ) -> tuple[Tensor, None]:
-    step_function: StepFunction = arguments.pop(STEP_ARGUMENT)
+    step_function: StepFunction | None = arguments.pop(STEP_ARGUMENT, None)
+    if step_function is None:
+        raise InvalidRequest(
+            f"{type(module).__name__} was called while a manager makes a step with its model; call the model inside"
+            " pause(), or after stop()"
+        )
     rules = {name: arguments.pop(name, None) for name in ("scaling", "sliding_window", "softcap", "s_aux")}
     arguments.pop("dropout", None)
     unknown = sorted(name for name, value in arguments.items() if value is not None and name not in HARMLESS_ARGUMENTS)

@@ -3,6 +3,7 @@
 from engine.weights.digests import Contents, digest_of, digest_of_all, digests_of_ranks
 from engine.weights.folder import STORED_DTYPES
 from engine.weights.layers import Paths, path_list
+from engine.weights.marks import marks_of
 from engine.weights.slots import served_digests
 from engine.weights.source import open_source
 from engine.weights.stage import Part, read_part, stage_weights
@@ -20,6 +21,7 @@ __all__ = [
     "digest_of",
     "digest_of_all",
     "digests_of_ranks",
+    "marks_of",
     "open_source",
     "path_list",
     "read_part",

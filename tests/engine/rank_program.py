@@ -21,6 +21,7 @@ from engine import (
     load_model,
     stage_weights,
 )
+from engine.generate import _keep
 from engine.weights import read_part
 
 PROMPTS = [list(range(1, 40)), [5, 6, 7], [*range(1, 40), 9], [200]]
@@ -82,7 +83,7 @@ def cancel(manager: ContinuousBatchingManager) -> dict[str, object]:
 
 def batch(manager: ContinuousBatchingManager) -> dict[str, object]:
     """All ranks call generate_batch, on the manager that runs."""
-    manager.model._pitstop_manager = manager
+    _keep(manager.model, manager)
     results = generate_batch(manager.model, PROMPTS, persistent_manager=True, sampling=GREEDY)
     assert manager.is_driver or results == {}
     try:

@@ -204,6 +204,8 @@ def test_a_machine_without_a_compiler_is_refused_in_one_sentence(monkeypatch: py
     [
         ({"varlen_compile_config": "fast"}, "varlen_compile_config is 'fast'"),
         ({"decode_compile_config": object()}, "decode_compile_config is"),
+        ({"varlen_compile_config": {"mod": "default"}}, "varlen_compile_config is .*'mod'"),
+        ({"decode_compile_config": {1: "default"}}, "decode_compile_config is .*keywords must be strings"),
         ({"pack_weights": True, "default_compile_level": 1}, "pack_weights=True cannot be had: torch.compile"),
     ],
 )

@@ -133,6 +133,14 @@ def test_block_size_is_the_deprecated_name_of_page_size(model: PreTrainedModel) 
     assert init_continuous_batching(model, continuous_batching_config=config).config.page_size == 32
 
 
+@pytest.mark.filterwarnings("ignore:block_size is deprecated:FutureWarning")
+def test_two_names_with_two_sizes_of_a_page_are_refused() -> None:
+    for page_size in (16, 256):
+        with pytest.raises(ValueError, match=f"block_size is 8, .* page_size, which is {page_size}"):
+            ContinuousBatchingConfig(block_size=8, page_size=page_size)
+    assert ContinuousBatchingConfig(block_size=8, page_size=8).tokens_per_block == 8
+
+
 def test_num_blocks_is_the_size_of_the_cache(model: PreTrainedModel) -> None:
     with running(model, num_blocks=6) as manager:
         assert (manager.stats().num_blocks, manager.config.max_model_len) == (6, 96)

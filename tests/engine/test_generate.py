@@ -1,6 +1,9 @@
 """`generate_batch`: order, errors, sequences, the progress bar, and what survives when requests give way."""
 
+from collections.abc import Callable
+from copy import copy, deepcopy
 from functools import cache
+from io import BytesIO
 from typing import Any
 
 import pytest
@@ -156,6 +159,45 @@ def test_a_persistent_manager_counts_on_and_refuses_another_config(model: PreTra
     finally:
         destroy_cached_continuous_batching_manager(model)
     assert list(generate(model, PROMPTS[:1])) == ["req_0"]
+
+
+def pickled(model: PreTrainedModel) -> PreTrainedModel:
+    file = BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copied: PreTrainedModel = torch.load(file, weights_only=False)
+    return copied
+
+
+@pytest.mark.parametrize("make_copy", [deepcopy, copy, pickled])
+def test_a_model_that_keeps_a_manager_can_be_copied_and_the_copy_keeps_none(
+    make_copy: Callable[[PreTrainedModel], PreTrainedModel], model: PreTrainedModel
+) -> None:
+    try:
+        generate(model, persistent_manager=True)
+        kept = init_continuous_batching(model)
+        other = make_copy(model)
+        destroy_cached_continuous_batching_manager(other)
+        assert init_continuous_batching(model) is kept
+        assert kept.is_running()
+        if make_copy is copy:  # it has the same modules, which are in use
+            return
+        results = generate(other, persistent_manager=True)
+        assert [output.generated_tokens for output in results.values()] == answers()
+        assert init_continuous_batching(other) is not kept
+        destroy_cached_continuous_batching_manager(other)
+        assert kept.is_running()
+    finally:
+        destroy_cached_continuous_batching_manager(model)
+
+
+def test_a_kept_manager_that_was_destroyed_is_not_given_again(model: PreTrainedModel) -> None:
+    for _ in range(2):
+        generate(model, persistent_manager=True)
+        generate(model)
+    generate(model, persistent_manager=True)
+    init_continuous_batching(model).destroy()
+    assert [output.generated_tokens for output in generate(model).values()] == answers()
 
 
 def test_a_persistent_manager_is_not_sized_by_its_first_call(model: PreTrainedModel) -> None:

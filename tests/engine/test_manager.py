@@ -7,7 +7,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
@@ -439,6 +440,96 @@ def test_prefixes_survive_a_stop_when_asked_to(keep: bool, model: PreTrainedMode
     manager.stop(timeout=DEADLINE_S)
 
 
+CHANGES: dict[str, Callable[[PreTrainedModel], object]] = {
+    "in place": lambda model: put_in_place(model),
+    "through .data": lambda model: [
+        own.data.copy_(new) for own, new in zip(model.parameters(), tiny_model(seed=2).parameters(), strict=True)
+    ],
+    "other tensors": lambda model: model.load_state_dict(tiny_model(seed=2).state_dict(), assign=True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("keep", [True, False])
+def test_weights_that_are_changed_while_it_is_stopped_are_a_new_version(
+    change: str, keep: bool, model: PreTrainedModel
+) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    manager.start()
+    assert run_all(manager, [PROMPT], NUM_NEW) == [old_answer()]
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    CHANGES[change](model)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    manager.start()
+    assert manager.weight_version == 2
+    output = result_of(manager, manager.add_request(PROMPT, max_new_tokens=NUM_NEW, weight_version=2))
+    assert (output.generated_tokens, output.num_cached_tokens) == (new_answer(), 0)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=True)
+    manager.start()
+    output = result_of(manager, manager.add_request(PROMPT, max_new_tokens=NUM_NEW))
+    assert (output.generated_tokens, output.num_cached_tokens) == (new_answer(), 64)
+    assert manager.weight_version == 2
+    manager.stop(timeout=DEADLINE_S)
+
+
+def test_a_buffer_that_is_changed_while_it_is_stopped_starts_a_new_version(model: PreTrainedModel) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    manager.start()
+    run_all(manager, [PROMPT], NUM_NEW)
+    manager.stop(timeout=DEADLINE_S, keep_for_next_session=True)
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    expected = greedy(model, PROMPT, NUM_NEW)
+    manager.start()
+    assert run_all(manager, [PROMPT], NUM_NEW) == [expected]
+    assert manager.weight_version == 2
+    manager.stop(timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.usefixtures("depth")
+def test_a_restarted_manager_keeps_no_loop_but_its_last(keep: bool, model: PreTrainedModel) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    loops, runners, threads = [], [], []
+    for _ in range(4):
+        manager.start()
+        run_all(manager, [PROMPT], 2)
+        loops.append(weakref.ref(manager._loop))
+        runners.append(weakref.ref(manager._runner))
+        threads.append(manager._thread)
+        manager.stop(timeout=DEADLINE_S, keep_for_next_session=keep)
+    gc.collect()
+    assert {id(loop()) for loop in loops} - {id(None)} == {id(manager._loop)}
+    assert {id(runner()) for runner in runners} - {id(None)} == {id(manager._runner)}
+    last = loops[-1]
+    del manager
+    gc.collect()
+    assert last() is None
+    assert not any(thread is None or thread.is_alive() for thread in threads)
+
+
+@pytest.mark.usefixtures("depth")
+def test_a_model_that_is_cast_in_a_pause_is_refused_until_it_is_cast_back(model: PreTrainedModel) -> None:
+    manager = init_continuous_batching(model, continuous_batching_config=small_config())
+    manager.start()
+    added = []
+    with pytest.raises(WeightsError, match=r"is torch.bfloat16 on cpu now and was torch.float32"):  # noqa: SIM117, PT012
+        with manager.pause():
+            added.append(manager.add_request(PROMPT, max_new_tokens=NUM_NEW))
+            model.to(torch.bfloat16)
+    (request_id,) = added
+    assert "may not change under a manager" in str(result_of(manager, request_id).error)
+    manager.join(0.0, timeout=DEADLINE_S)
+    with pytest.raises(WeightsError, match=r"torch\.bfloat16"):
+        manager.start()
+    assert not manager.is_running()
+    model.to(torch.float32)
+    model.load_state_dict(tiny_model(seed=1).state_dict())
+    manager.start()
+    assert run_all(manager, [PROMPT], NUM_NEW) == [old_answer()]
+    manager.stop(timeout=DEADLINE_S)
+
+
 def test_a_destroyed_manager_stays_so(model: PreTrainedModel) -> None:
     manager = init_continuous_batching(model, continuous_batching_config=small_config())
     manager.start()
@@ -691,6 +782,33 @@ def test_a_persistent_manager_is_kept_and_knows_its_prefixes(model: PreTrainedMo
     assert [output.generated_tokens for output in (*first.values(), *second.values())] == [old_answer()] * 2
     assert [output.num_cached_tokens for output in (*first.values(), *second.values())] == [0, 64]
     destroy_cached_continuous_batching_manager(model)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_are_changed_between_calls_reach_a_kept_manager(change: str, model: PreTrainedModel) -> None:
+    def call() -> GenerationOutput:
+        (output,) = generate_batch(
+            model,
+            [PROMPT],
+            continuous_batching_config=small_config(),
+            max_new_tokens=NUM_NEW,
+            persistent_manager=True,
+        ).values()
+        return output
+
+    try:
+        assert call().generated_tokens == old_answer()
+        CHANGES[change](model)
+        changed = call()
+        assert (changed.generated_tokens, changed.num_cached_tokens) == (new_answer(), 0)
+        assert call().num_cached_tokens == 64
+        manager = init_continuous_batching(model)
+        with manager.pause():
+            model.load_state_dict(tiny_model(seed=1).state_dict())
+        assert call().generated_tokens == old_answer()
+        assert manager.weight_version == 3
+    finally:
+        destroy_cached_continuous_batching_manager(model)
 
 
 def test_enable_gives_the_model_the_methods(model: PreTrainedModel) -> None:

@@ -120,6 +120,27 @@ def test_a_window_as_long_as_the_model_is_none() -> None:
     assert [layer.window for layer in probe_layers(tiny_model("phimoe", sliding_window=512))] == [None, None]
 
 
+def test_a_model_that_keeps_keywords_from_its_attention_is_refused_by_a_sentence() -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+
+    def forward(hidden_states: torch.Tensor, **keywords: object) -> object:
+        known = {name: keywords[name] for name in ("position_embeddings", "attention_mask")}
+        return type(attention).forward(attention, hidden_states, **known)
+
+    attention.forward = forward
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM does not pass keywords on to its attention"):
+        probe_layers(model)
+
+
+def test_layers_whose_indices_leave_one_out_are_refused_by_them() -> None:
+    model = tiny_model("llama", num_hidden_layers=3)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[2]])
+    model.config.num_hidden_layers = 2
+    with pytest.raises(UnsupportedModel, match="indices 0, 2, and they have to be 0 to 1"):
+        probe_layers(model)
+
+
 class _NoAttention(torch.nn.Module):
     def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
         return hidden_states, None
