@@ -33,7 +33,18 @@ BUCKETS: dict[str, tuple[float, ...]] = {
 """By the name under which `metrics.buckets` of the settings replaces them."""
 UNITS = frozenset(
     {"seconds", "tokens", "blocks", "bytes", "steps", "requests", "ratio", "version", "versions", "replicas", "swaps"}
-    | {"leases", "commits", "starts", "failures", "preemptions", "decisions", "admissions", "refusals", "resumes"}
+    | {
+        "leases",
+        "commits",
+        "starts",
+        "losses",
+        "failures",
+        "preemptions",
+        "decisions",
+        "admissions",
+        "refusals",
+        "resumes",
+    }
 )
 """The words of names that say what is counted. A name without one is of what is true or not, 1 or 0."""
 SPEED = "tokens_per_second"
