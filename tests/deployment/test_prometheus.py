@@ -62,7 +62,7 @@ class PageHandler(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), PageHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     with prometheus_over(f"127.0.0.1:{server.server_port}", tmp_path_factory.mktemp("prometheus")) as client:
         yield client
     server.shutdown()

@@ -593,7 +593,7 @@ def admin_server(status: int, body: object) -> Iterator[tuple[str, list[dict[str
             """Keep the output for what is tested."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
             yield f"http://127.0.0.1:{server.server_port}", asked

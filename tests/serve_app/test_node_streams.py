@@ -38,7 +38,7 @@ class Agent:
                 pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.port = self.server.server_port
 
     def wait(self, timeout_s: float) -> int:
