@@ -15,13 +15,16 @@ counts its version up. Only a few values written through `.data` can pass unseen
 def marks_of(model: nn.Module) -> bytes:
     """Gives what is another value once any parameter or buffer was replaced, moved or written to.
 
-    Takes about 10 µs a tensor: it reads some values of each, as writing through `.data` counts no version up.
+    Takes about 10 µs a tensor: it reads some values of each, as writing through `.data` counts no version up. Of
+    buffers that are not saved only values count: some rotary embeddings write theirs in every forward pass.
     """
     found = hashlib.blake2b(digest_size=16)
-    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    saved = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    for name, tensor in (*saved.items(), *model.named_buffers(remove_duplicate=False)):
         part = part_of(tensor).detach()
-        version = -1 if part.is_inference() else part._version
-        found.update(f"{name} {part.data_ptr()} {version} {part.dtype} {tuple(part.shape)}".encode())
+        found.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+        if name in saved:
+            found.update(f"{part.data_ptr()} {-1 if part.is_inference() else part._version}".encode())
         found.update(_samples(part))
     return found.digest()
 

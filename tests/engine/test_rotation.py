@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from engine_runs import greedy, prompt_of, run_all, running
+from engine_runs import greedy, prompt_of, run_all, running, small_config
 from tiny_models import tiny_model
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine import ContextLengthExceeded
+from engine import ContextLengthExceeded, destroy_cached_continuous_batching_manager, generate_batch
 from engine.model import describe
 
 ORIGINAL, LONGEST, NUM_NEW = 64, 160, 8
@@ -96,3 +96,22 @@ def test_an_original_length_beyond_the_models_changes_nothing() -> None:
     parameters = {"rope_type": "longrope", "rope_theta": 10_000.0, **_FACTORS, "original_max_position_embeddings": 512}
     shape = describe(tiny_model("llama", max_position_embeddings=LONGEST, rope_parameters=parameters))
     assert (shape.max_model_len, shape.is_cut_short) == (LONGEST, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_an_embedding_writes_to_its_own_buffers_is_no_change_of_weights(kind: str) -> None:
+    model, prompt = rotated(kind), prompt_of(40)
+    try:
+        for num_cached in (0, 32):
+            (output,) = generate_batch(
+                model,
+                [prompt],
+                continuous_batching_config=small_config(),
+                max_new_tokens=NUM_NEW,
+                persistent_manager=True,
+            ).values()
+            assert [span.version for span in output.weight_versions] == [1]
+            assert output.num_cached_tokens == num_cached
+            greedy(model, prompt_of(20), NUM_NEW)
+    finally:
+        destroy_cached_continuous_batching_manager(model)
