@@ -513,9 +513,9 @@ class ContinuousBatchingManager:
         raised, and nothing is held; so it is when another thread ends `patience` meanwhile. On tensor parallel ranks
         the driver parks all. Raises EngineStopped when the manager does not run; `stop()` ends a park.
         """
-        if self.lends_to_this_thread:
-            timeout_s = 0.0  # whatever does not stand still already never will while this thread waits
-        return self._weights.park(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned, patience=patience)
+        return self._weights.park(
+            timeout_s=self._wait_of_this_thread(timeout_s), in_flight=in_flight, pinned=pinned, patience=patience
+        )
 
     def settle(
         self,
@@ -530,7 +530,9 @@ class ContinuousBatchingManager:
         What it gives parks with its `park`, at the next step boundary, or lets them begin with `resume`. One of
         in_flight and pinned is "finish".
         """
-        return self._weights.settle(timeout_s=timeout_s, in_flight=in_flight, pinned=pinned, patience=patience)
+        return self._weights.settle(
+            timeout_s=self._wait_of_this_thread(timeout_s), in_flight=in_flight, pinned=pinned, patience=patience
+        )
 
     def commit_weights(
         self,
@@ -579,6 +581,10 @@ class ContinuousBatchingManager:
         self._loop.check_health()
 
     # Inside
+
+    def _wait_of_this_thread(self, timeout_s: float | None) -> float | None:
+        # In its own pause, whatever does not stand still already never will while it waits.
+        return 0.0 if self.lends_to_this_thread else timeout_s
 
     def _measure(self, num_tokens: int, num_rows: int) -> int:
         with self._ownership.claim(self):

@@ -222,6 +222,24 @@ def test_weights_are_committed_inside_the_own_pause(manager: ContinuousBatchingM
 # Finishing first
 
 
+@pytest.mark.parametrize("call", ["park", "settle"])
+def test_who_holds_a_pause_waits_for_no_request_to_finish(
+    model: PreTrainedModel, call: str, background: Callable[..., Future[object]]
+) -> None:
+    with running(model) as manager:
+        gate = StepGate(model)
+        first = begun(manager, gate, weight_version=1)
+
+        def open_once_a_pause_is_wanted() -> None:
+            wait_until(lambda: is_pause_wanted(manager))
+            gate.open()
+
+        background(open_once_a_pause_is_wanted)
+        with manager.pause(weights_changed=False), pytest.raises(NotFinished):
+            getattr(manager, call)()
+        assert result_of(manager, first).generated_tokens == answer(1)
+
+
 @pytest.mark.parametrize("in_flight", ["keep", "finish"])
 def test_a_loop_goes_on_while_requests_finish_and_holds_their_kind_back_until_it_has_parked_or_resumed(
     model: PreTrainedModel, background: Callable[..., Future[object]], in_flight: str
